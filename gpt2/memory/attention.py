@@ -1,0 +1,7 @@
+"""Stub, filled below."""
+from contextlib import contextmanager
+
+
+@contextmanager
+def kernels(card):
+    yield

@@ -1,0 +1,287 @@
+"""The faces a program sees while a GPU is simulated.
+
+`torch._C._cuda_*` is where `torch.cuda` meets the driver: those functions are replaced, so that everything above them
+(memory_summary, mem_get_info, autocast, GradScaler, ...) is PyTorch's own code. Tensor attributes that name the device
+are replaced on `torch.Tensor`. `Patches` undoes it all.
+"""
+
+from __future__ import annotations
+
+import types
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpt2.memory import values
+
+if TYPE_CHECKING:
+    from gpt2.memory.simulator import SimulatedGpu
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+META = torch.device("meta")
+_real_device = torch._C.TensorBase.device.__get__
+_missing = object()
+
+
+def is_cuda(device) -> bool:
+    """Whether `device`, in any of the forms PyTorch takes, means the card."""
+    if isinstance(device, int) and not isinstance(device, bool):
+        return True
+    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+
+
+def checked(device):
+    """`device` with its index; the simulated machine has one card."""
+    if not is_cuda(device):
+        return device
+    index = device if isinstance(device, int) else torch.device(device).index or 0
+    if index:
+        raise RuntimeError("CUDA error: invalid device ordinal (the simulated machine has one GPU, cuda:0)")
+    return CUDA
+
+
+class Patches:
+    """Everything that is replaced, and how it is put back."""
+
+    def __init__(self, card: SimulatedGpu):
+        self.card = card
+        self.undo = ExitStack()
+
+    def set(self, owner, name: str, value) -> None:
+        """Replace `owner.name` until `remove`."""
+        old = owner.__dict__.get(name, _missing) if isinstance(owner, type | types.ModuleType) else getattr(owner, name)
+        setattr(owner, name, value)
+        self.undo.callback(delattr, owner, name) if old is _missing else self.undo.callback(setattr, owner, name, old)
+
+    def install(self) -> None:
+        """Put on every face."""
+        self._driver()
+        self._tensors()
+        self._streams()
+
+    def remove(self) -> None:
+        """Take them all off, in reverse."""
+        self.undo.close()
+
+    # --- torch.cuda's driver -------------------------------------------------------------------------------------
+
+    def _driver(self) -> None:
+        card, c = self.card, torch._C
+        allocator = card.allocator
+        gpu = card.gpu
+        answers = {
+            "_cuda_getDeviceCount": lambda *a: 1, "_cuda_getDevice": lambda: 0, "_cuda_setDevice": lambda d: checked(d) and None,
+            "_cuda_exchangeDevice": lambda d: 0, "_cuda_maybeExchangeDevice": lambda d: 0, "_cuda_init": lambda: None,
+            "_cuda_synchronize": lambda: allocator.synchronize(), "_cuda_emptyCache": lambda: allocator.empty_cache(),
+            "_cuda_memoryStats": lambda d: nested(allocator.stats()), "_cuda_ipc_collect": lambda: None,
+            "_cuda_resetPeakMemoryStats": lambda d: allocator.reset_peak_stats(),
+            "_cuda_resetAccumulatedMemoryStats": lambda d: allocator.reset_accumulated_stats(),
+            "_cuda_setMemoryFraction": lambda f, d: card.set_fraction(f), "_cuda_getMemoryFraction": lambda d: card.fraction,
+            "_cuda_memorySnapshot": lambda *a: card.snapshot(), "_cuda_getAllocatorBackend": lambda: "native",
+            "_cuda_record_memory_history": lambda *a, **k: card.record_history(*a, **k),
+            "_cuda_getCompiledVersion": lambda: 13000, "_cuda_getArchFlags": lambda: "sm_%d%d" % gpu.capability,
+            "_cuda_canDeviceAccessPeer": lambda a, b: False, "_cuda_isCurrentStreamCapturing": lambda: False,
+            "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
+            "_cuda_hostMemoryStats": lambda: {}, "_cuda_attach_out_of_memory_observer": lambda f: None,
+            "_cuda_cudaCachingAllocator_raw_alloc": lambda n, s: card.malloc(n),
+            "_cuda_cudaCachingAllocator_raw_delete": lambda p: card.free(p),
+            "_cuda_get_sync_debug_mode": lambda: 0, "_cuda_set_sync_debug_mode": lambda m: None,
+            "_cuda_isHistoryEnabled": lambda: card.history, "_cuda_lock_mutex": lambda: None, "_cuda_unlock_mutex": lambda: None,
+        }
+        for name, answer in answers.items():
+            self.set(c, name, answer)
+        cuda = torch.cuda
+        self.set(cuda, "_lazy_init", lambda: None)
+        self.set(cuda, "_initialized", True)
+        self.set(cuda, "is_available", lambda: True)
+        self.set(cuda, "is_initialized", lambda: True)
+        self.set(cuda, "device_count", lambda: 1)
+        self.set(cuda, "is_bf16_supported", lambda including_emulation=True: gpu.capability >= (8, 0) or including_emulation)
+        self.set(cuda, "get_device_properties", lambda device=None: checked(device or 0) and card.properties())
+        self.set(cuda, "get_device_name", lambda device=None: gpu.device_name)
+        self.set(cuda, "get_device_capability", lambda device=None: gpu.capability)
+        self.set(cuda, "mem_get_info", lambda device=None: card.mem_get_info())
+        self.set(cuda.memory, "mem_get_info", lambda device=None: card.mem_get_info())
+        self.set(cuda, "default_generators", (torch.Generator(),))
+        self.set(torch.version, "cuda", torch.version.cuda or "13.0")
+
+    # --- tensors -------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> None:
+        tracker, tensor = self.card.tracker, torch.Tensor
+        knows = tracker.knows
+
+        def device(t):
+            real = _real_device(t)
+            return real if tracker.inside or real.type != "meta" else CUDA if knows(t) else CPU
+
+        def is_on_cuda(t):
+            return not tracker.inside and _real_device(t).type == "meta" and knows(t)
+
+        real_to, real_item, real_repr, real_bool = tensor.to, tensor.item, tensor.__repr__, tensor.__bool__
+        real_data_ptr, real_numpy, real_tolist = tensor.data_ptr, tensor.numpy, tensor.tolist
+
+        def place(t, target):
+            """The device to give to C++, which knows the card's and valueless host tensors as meta."""
+            on_card = is_on_cuda(t)
+            if is_cuda(target):
+                return META if on_card else checked(target)
+            return META if not on_card and _real_device(t).type == "meta" else target
+
+        def to(t, *args, **kwargs):
+            if args and isinstance(args[0], torch.Tensor):
+                args = (device(args[0]), args[0].dtype, *args[1:])
+            if args and not isinstance(args[0], torch.dtype):
+                args = (place(t, args[0]), *args[1:])
+            if kwargs.get("device") is not None:
+                kwargs["device"] = place(t, kwargs["device"])
+            return real_to(t, *args, **kwargs)
+
+        def valueless(t):
+            return _real_device(t).type == "meta"
+
+        def boolean(t):
+            if valueless(t):
+                raise values.branch("the truth of a tensor")
+            return real_bool(t)
+
+        def number(name):
+            real = getattr(tensor, name)
+            return lambda t: _refuse(t, real)
+
+        def _refuse(t, real):
+            if valueless(t):
+                raise values.branch("a number made of a tensor")
+            return real(t)
+
+        self.set(tensor, "device", property(device))
+        self.set(tensor, "is_cuda", property(is_on_cuda))
+        self.set(tensor, "is_meta", property(lambda t: tracker.inside and _real_device(t).type == "meta"))
+        self.set(tensor, "is_cpu", property(lambda t: not is_on_cuda(t)))
+        self.set(tensor, "to", to)
+        self.set(tensor, "cuda", lambda t, device=None, non_blocking=False, memory_format=torch.preserve_format: to(
+            t, CUDA if device is None else device, non_blocking=non_blocking, memory_format=memory_format))
+        self.set(tensor, "cpu", lambda t, memory_format=torch.preserve_format: to(t, CPU, memory_format=memory_format))
+        self.set(tensor, "item", lambda t: values.read(t) if valueless(t) else real_item(t))
+        self.set(tensor, "tolist", lambda t: real_tolist(values.to_host(t, {}) if valueless(t) else t))
+        self.set(tensor, "numpy", lambda t, *a, **k: real_numpy(values.to_host(t, {}) if valueless(t) else t, *a, **k))
+        self.set(tensor, "__bool__", boolean)
+        for name in ("__int__", "__float__", "__index__"):
+            self.set(tensor, name, number(name))
+        self.set(tensor, "__repr__", lambda t, *, tensor_contents=None: (
+            f"tensor(..., device='{t.device}', size={tuple(t.shape)}, dtype={t.dtype})" if valueless(t) else real_repr(t)))
+        self.set(tensor, "__format__", lambda t, spec: format(t.item(), spec) if t.dim() == 0 else repr(t))
+        self.set(tensor, "data_ptr", lambda t: tracker.address(t) if valueless(t) else real_data_ptr(t))
+        self.set(tensor, "get_device", lambda t: 0 if is_on_cuda(t) else -1)
+        self.set(tensor, "pin_memory", lambda t, device=None: t)
+        self.set(tensor, "is_pinned", lambda t, device=None: not is_on_cuda(t))
+        self.set(tensor, "record_stream", lambda t, stream: self.card.record_stream(t, stream))
+        self._constructors()
+        self._parameters()
+        self._grouping()
+
+    def _constructors(self) -> None:
+        """`torch.tensor(..., device="cuda")` makes a host tensor first and moves it; a device without index fails there."""
+        for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
+            real = getattr(torch, name)
+
+            def construct(*args, _real=real, **kwargs):
+                if "device" in kwargs:
+                    kwargs["device"] = checked(kwargs["device"])
+                return _real(*args, **kwargs)
+
+            self.set(torch, name, construct)
+        from torch.utils._device import DeviceContext
+
+        real_init = DeviceContext.__init__
+        self.set(DeviceContext, "__init__", lambda self, device: real_init(self, checked(torch.device(device))))
+        real_default = torch._C._set_only_lift_cpu_tensors
+        real_default(True)
+        self.undo.callback(real_default, False)
+
+    def _parameters(self) -> None:
+        """Parameters made while a GPU is simulated have no values, so that moving them keeps their identity."""
+        real_new = torch.nn.Parameter.__new__
+
+        def new(cls, data=None, requires_grad=True):
+            if isinstance(data, torch.Tensor) and _real_device(data).type == "cpu" and data.dtype.is_floating_point:
+                data = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
+            return real_new(cls, data, requires_grad)
+
+        self.set(torch.nn.Parameter, "__new__", staticmethod(new))
+
+    def _grouping(self) -> None:
+        """Foreach code groups tensors by device in C++, which sees meta."""
+        real = torch._C._group_tensors_by_device_and_dtype
+
+        def group(lists, with_indices=False):
+            groups = real(lists, with_indices)
+            return {(CUDA if device.type == "meta" else device, dtype): group for (device, dtype), group in groups.items()}
+
+        self.set(torch._C, "_group_tensors_by_device_and_dtype", group)
+        real_step = torch.amp.GradScaler._maybe_opt_step
+        self.set(torch.amp.GradScaler, "_maybe_opt_step",
+                 lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs))
+        del real_step
+
+    # --- streams -------------------------------------------------------------------------------------------------
+
+    def _streams(self) -> None:
+        card, cuda = self.card, torch.cuda
+
+        class Stream:
+            """A stream of the simulated card: a number."""
+
+            def __init__(self, device=None, priority=0, *, number=None, **_):
+                card.streams += number is None
+                self.cuda_stream = self.stream_id = card.streams if number is None else number
+                self.device, self.device_index, self.priority = CUDA, 0, priority
+
+            def wait_stream(self, other): pass
+            def wait_event(self, event): pass
+            def query(self): return True
+            def synchronize(self): card.allocator.synchronize()
+            def record_event(self, event=None): return event or Event()
+            def __eq__(self, other): return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
+            def __hash__(self): return hash(self.cuda_stream)
+            def __enter__(self): card.enter_stream(self.cuda_stream)
+            def __exit__(self, *_): card.leave_stream()
+
+        class Event:
+            """An event that has always happened."""
+
+            def __init__(self, *args, **kwargs): pass
+            def record(self, stream=None): pass
+            def wait(self, stream=None): pass
+            def query(self): return True
+            def synchronize(self): pass
+            def elapsed_time(self, other): return values.Unknown(0.0)
+
+        @contextmanager
+        def stream(which):
+            if which is None:
+                yield
+                return
+            with which:
+                yield
+
+        self.set(cuda, "Stream", Stream)
+        self.set(cuda, "Event", Event)
+        self.set(cuda, "stream", stream)
+        self.set(cuda, "current_stream", lambda device=None: Stream(number=card.stream))
+        self.set(cuda, "default_stream", lambda device=None: Stream(number=0))
+        self.set(cuda, "set_stream", lambda which: card.set_stream(which.cuda_stream))
+
+
+def nested(flat: dict) -> dict:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`: the form in which the driver hands out statistics."""
+    tree: dict = {}
+    for key, value in flat.items():
+        *path, leaf = key.split(".")
+        node = tree
+        for name in path:
+            node = node.setdefault(name, {})
+        node[leaf] = value
+    return tree

@@ -1,0 +1,97 @@
+"""Reading a value that does not exist.
+
+A simulated tensor has a shape and no contents. Reading one gives a stand-in that prints as `nan`, is warned about
+once, and refuses to be compared: a program that branches on it would go a way nobody knows.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+STAND_IN_LIMIT = 1_048_576  # elements: a larger tensor brought to the host stays without values
+
+
+class ValueReadError(RuntimeError):
+    """The program's course depends on a value that a simulation does not have."""
+
+
+def user_line() -> str:
+    """file:line of the innermost frame that belongs neither to PyTorch nor to this package."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith((_OURS, _TORCH)):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown line"
+
+
+def branch(what: str) -> ValueReadError:
+    """The error for a decision that needs a value."""
+    return ValueReadError(f"{user_line()}: {what} needs the value of a tensor, and a simulated GPU computes none; "
+                          "decide by something that is known without running (a step number, a shape)")
+
+
+_warned = False
+
+
+def _warn() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(f"{user_line()} reads the value of a simulated tensor: it prints as nan (said once)", stacklevel=3)
+
+
+class Unknown(float):
+    """The stand-in for a number read from a simulated tensor. Prints as nan; comparing it is an error."""
+
+    def __repr__(self):
+        return "nan"
+
+    __str__ = __repr__
+
+    def __format__(self, spec):
+        try:
+            return format(float("nan"), spec)
+        except ValueError:
+            return "nan"
+
+    def _refuse(self, *_):
+        raise branch("a comparison or a branch")
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __index__ = _refuse
+    __hash__ = float.__hash__
+
+    def _stay(self, *_):
+        return Unknown(0.0)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _stay
+    __floordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _stay
+
+
+def read(tensor: torch.Tensor) -> Unknown:
+    """What `.item()` gives."""
+    if tensor.numel() != 1:
+        raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
+    _warn()
+    return Unknown(0.0)
+
+
+def forget(tensor: torch.Tensor) -> torch.Tensor:
+    """A host tensor that was to receive values: nan, or 0 where its type has no nan."""
+    _warn()
+    return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0)
+
+
+def to_host(tensor: torch.Tensor, kwargs: dict) -> torch.Tensor:
+    """What `.cpu()` gives: real memory with stand-in values if it is small, else a host tensor without values."""
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if tensor.numel() > STAND_IN_LIMIT:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+    return forget(torch.zeros(tensor.shape, dtype=dtype))
