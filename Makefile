@@ -19,7 +19,8 @@ help:  ## this list
 	@sed -n 's/^\([a-z]*\): .*## \(.*\)/\1|\2/p' Makefile | while IFS='|' read -r name what; do printf '  %-10s %s\n' "$$name" "$$what"; done
 
 venv:  ## make .venv from requirements.txt (the other targets do so themselves)
-	@command -v "$(PYTHON)" >/dev/null || { echo "error: no $(PYTHON) here; install Python 3.11 or newer, or name one: make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "error: $(PYTHON) is not Python 3.11 or newer; install one, or name it: make PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" gpt2/study/environment.py
 
 reproduce: venv  ## run all notebooks and save them with their tables and figures (ARGS="03 -p batch 4": some, differently)
