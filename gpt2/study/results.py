@@ -100,7 +100,7 @@ def save_table(table: pd.DataFrame, path: str | os.PathLike, provenance: dict) -
 def load_table(path: str | os.PathLike) -> pd.DataFrame:
     """Read a table; its provenance is in `.attrs`. Relative paths are relative to results/, see `paths.find`."""
     facts, body = _split(paths.find(path).read_text(encoding="utf-8"))
-    table = pd.read_csv(io.StringIO(body), float_precision="round_trip")
+    table = pd.read_csv(io.StringIO(body))
     table.attrs = facts
     return table
 
