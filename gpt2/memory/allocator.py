@@ -30,7 +30,7 @@ from gpt2.memory.blocks import (
     Pool,
     Segment,
 )
-from gpt2.memory.counts import Counts, Stat, total
+from gpt2.memory.counts import Counts, Stat
 from gpt2.memory.driver import Driver, ReplayDriver
 from gpt2.memory.out_of_memory import OutOfMemory, format_size
 from gpt2.memory.settings import Settings, torch_version
@@ -88,7 +88,7 @@ class CachingAllocator:
         self._live: dict[int, Block] = {}
         self._waiting: list[Block] = []  # freed, but another stream may still use them; in order
         self._finished: list[Block] = []  # ... and all other streams have passed the free
-        self.limit_bytes = limit_bytes
+        self._limit = limit_bytes
         self.oversize_allocations, self.oversize_segments = Stat(), Stat()
         self._events = dict.fromkeys(
             ("num_alloc_retries", "num_ooms", "num_sync_all_streams", "num_device_alloc", "num_device_free"), 0)
@@ -107,6 +107,16 @@ class CachingAllocator:
         self._small.min_remainder, self._small.page_bytes = MIN_BLOCK_BYTES, SMALL_SEGMENT_BYTES
         self._large.min_remainder = MIN_BLOCK_BYTES if self._expandable else SMALL_BYTES + 1
         self._large.page_bytes = self._large_segment
+        self._choose_search()
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The cap on reserved memory; None: the card is the limit."""
+        return self._limit
+
+    @limit_bytes.setter
+    def limit_bytes(self, limit: int | None) -> None:
+        self._limit = limit
         self._choose_search()
 
     def _choose_search(self) -> None:
@@ -131,10 +141,12 @@ class CachingAllocator:
         else:
             size = (requested_bytes + 511) & -512  # MIN_BLOCK_BYTES, spelt out: this line runs for every request
         pool = self._small if size <= SMALL_BYTES else self._large
+        if self._collects:
+            pool.searches += 1
         free, block = pool.free.get(stream), None
         if free:
             i = bisect_left(free, (size,))
-            if i < len(free) and (self._first_fits or (i := self._choose(pool, free, i, size)) is not None):
+            if i < len(free) and (self._first_fits or (i := self._choose(free, i, size)) is not None):
                 block = free.pop(i)[2]
         if block is None:
             block = self._obtain(pool, size, stream, requested_bytes)
@@ -185,10 +197,8 @@ class CachingAllocator:
 
     # ---- free blocks ----
 
-    def _choose(self, pool: Pool, free: list, i: int, size: int) -> int | None:
+    def _choose(self, free: list, i: int, size: int) -> int | None:
         """Index of the block to take, starting from the smallest that is big enough; None to take none."""
-        if self._collects:
-            pool.searches += 1
         if free[i][2].arena is not None:
             if self._expandable:
                 while i + 1 < len(free) and free[i][2].arena and _reach(free[i + 1][2]) < _reach(free[i][2]):
@@ -292,8 +302,10 @@ class CachingAllocator:
     def _obtain(self, pool: Pool, size: int, stream: int, requested: int) -> Block:
         """No free block serves: a new segment, if need be after releasing idle ones."""
         segment = segment_size(size, self._large_segment)
+        if requested >= _TOO_MUCH_BYTES:
+            raise self._failure(requested, size, segment)
         over = self.limit_bytes is not None and self.reserved_bytes + segment > self.limit_bytes
-        if requested < _TOO_MUCH_BYTES and not (over and self.settings.throw_on_cudamalloc_oom):
+        if not (over and self.settings.throw_on_cudamalloc_oom):
             if self._collects:
                 self._collect_garbage()
             block = self._from_driver(pool, size, segment, stream)
@@ -308,8 +320,11 @@ class CachingAllocator:
         self._events["num_ooms"] += 1
         if self.record is not None:
             self.record("oom", self.driver.free_bytes, requested, size, stream)
-        raise OutOfMemory(requested, size, segment, self.allocated_bytes, self.reserved_bytes, self.driver.free_bytes,
-                          self.driver.total_bytes, self.limit_bytes, self.torch)
+        raise self._failure(requested, size, segment)
+
+    def _failure(self, requested: int, size: int, segment: int) -> OutOfMemory:
+        return OutOfMemory(requested, size, segment, self.allocated_bytes, self.reserved_bytes, self.driver.free_bytes,
+                           self.driver.total_bytes, self.limit_bytes, self.torch)
 
     def _from_driver(self, pool: Pool, size: int, segment: int, stream: int) -> Block | None:
         """One try. The limit is checked against a whole segment, also where only pages are mapped."""
@@ -407,14 +422,19 @@ class CachingAllocator:
             raise ValueError(f"the memory fraction lies between 0 and 1, not {fraction}")
         whole = fraction == 1.0 and torch_version(self.torch) >= (2, 11)
         self.limit_bytes = None if whole else int(fraction * self.driver.total_bytes)
-        self._choose_search()
 
     # ---- what there is ----
 
     def _take_peaks(self) -> None:
-        self._small.take_peaks()
-        self._large.take_peaks()
-        total(self._all, (self._small, self._large)).take_peaks()
+        small, large, both = self._small, self._large, self._all
+        both.count = small.count + large.count
+        both.live_bytes = small.live_bytes + large.live_bytes
+        both.requested = small.requested + large.requested
+        both.pending_count = small.pending_count + large.pending_count
+        both.pending_bytes = small.pending_bytes + large.pending_bytes
+        small.take_peaks()
+        large.take_peaks()
+        both.take_peaks()
         self._rising = False
 
     def _take_split_peaks(self, pool: Pool) -> None:
@@ -462,6 +482,7 @@ class CachingAllocator:
     def stats(self) -> dict[str, int]:
         """The flat table of `torch.cuda.memory_stats()`, same keys, sorted."""
         self._take_peaks()
+        self._all.sum_up((self._small, self._large))
         table = dict(self._events)
         table["max_split_size"] = -1 if self.settings.max_split_size_mb is None else self._max_split
         for name, counts in (("all", self._all), ("small_pool", self._small), ("large_pool", self._large)):
@@ -474,6 +495,7 @@ class CachingAllocator:
     def reset_peak_stats(self) -> None:
         """Peaks start again from the current values."""
         self._take_peaks()
+        self._all.sum_up((self._small, self._large))
         for counts in (self._all, self._small, self._large):
             counts.reset_peaks()
         self.oversize_allocations.reset_peak()

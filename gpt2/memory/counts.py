@@ -60,6 +60,11 @@ class Counts:
             setattr(self, name, 0)
         self.segments, self.reserved = Stat(), Stat()
 
+    def sum_up(self, pools: tuple[Counts, ...]) -> None:
+        """Set currents and sums to those of the pools together; peaks and Stats are this one's own."""
+        for name in _SUMMED:
+            setattr(self, name, sum(getattr(pool, name) for pool in pools))
+
     def take_peaks(self) -> None:
         """Note the current values as peaks where they are higher."""
         if self.count > self.peak_count:
@@ -109,10 +114,3 @@ class Counts:
             table[title] = (current + pending, max(peak, getattr(self, f"peak_active_{x}")), made,
                             freed - pending + getattr(self, f"base_pending_{x}"))
         return table
-
-
-def total(counts: Counts, pools: tuple[Counts, ...]) -> Counts:
-    """Bring the currents and sums of `counts` up to those of the pools; its peaks and Stats are its own."""
-    for name in _SUMMED:
-        setattr(counts, name, sum(getattr(pool, name) for pool in pools))
-    return counts

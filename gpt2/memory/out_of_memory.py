@@ -1,12 +1,12 @@
 """Out of memory: what was asked, what there was, and the message PyTorch would print.
 
-Source of the wording: the end of malloc in c10/cuda/CUDACachingAllocator.cpp (2.6), and messages of torch 2.9 and
-later, which name PYTORCH_ALLOC_CONF where earlier ones name PYTORCH_CUDA_ALLOC_CONF.
+Source of the wording: the end of malloc in c10/cuda/CUDACachingAllocator.cpp (2.6), and messages of torch 2.10
+and later, which name PYTORCH_ALLOC_CONF where earlier ones name PYTORCH_CUDA_ALLOC_CONF.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from gpt2.memory.settings import torch_version
 
@@ -23,7 +23,7 @@ def format_size(size: int) -> str:
     return f"{size / _GIB:.2f} GiB"
 
 
-@dataclass
+@dataclass(eq=False)
 class OutOfMemory(Exception):
     """The allocator could not serve a request. All in bytes; `limit_bytes` is None where no fraction was set."""
 
@@ -38,15 +38,18 @@ class OutOfMemory(Exception):
     torch: str = "2.11.0"
 
     def __post_init__(self) -> None:
-        super().__init__(self.message())
+        self.args = astuple(self)  # so that it survives pickling: failed runs come out of child processes
+
+    def __str__(self) -> str:
+        return self.message()
 
     def message(self, gpu_index: int = 0) -> str:
-        """PyTorch's sentence. "This process" is everything on the card: nobody else is on a simulated one."""
+        """PyTorch's sentences. "This process" is all that is in use: nobody else is on a simulated card."""
         if self.requested_bytes >= 2**60:
             return "CUDA out of memory. Tried to allocate more than 1EB memory."
         in_use = format_size(self.total_bytes - self.free_device_bytes)
         allowed = "" if self.limit_bytes is None else f"{format_size(self.limit_bytes)} allowed; "
-        variable = "PYTORCH_ALLOC_CONF" if torch_version(self.torch) >= (2, 9) else "PYTORCH_CUDA_ALLOC_CONF"
+        variable = "PYTORCH_ALLOC_CONF" if torch_version(self.torch) >= (2, 10) else "PYTORCH_CUDA_ALLOC_CONF"
         return (
             f"CUDA out of memory. Tried to allocate {format_size(self.segment_bytes)}. "
             f"GPU {gpu_index} has a total capacity of {format_size(self.total_bytes)} "
