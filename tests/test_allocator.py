@@ -261,6 +261,7 @@ def test_max_split_size_releases_one_big_block_or_several_from_the_biggest_down(
 def test_garbage_collection_frees_the_longest_idle_segments_above_the_threshold():
     settings = Settings(garbage_collection_threshold=0.5)
     allocator = CachingAllocator(Driver(GiB), settings=settings, limit_bytes=400 * MiB)
+    allocator.free(allocator.malloc(2 * MiB, stream=9))
     old, young = allocator.malloc(100 * MiB), allocator.malloc(150 * MiB)
     allocator.free(old)
     for _ in range(5):
@@ -338,6 +339,7 @@ def test_options_are_read():
     settings = Settings.parse(text, "2.11.0")
     assert settings == Settings(expandable_segments=True, max_split_size_mb=128)
     assert "grow without end" in settings.warnings[0]
+    assert Settings.parse("max_split_size_mb:20", "2.11.0").max_split_bytes == 20 * MiB
     assert Settings.parse("", "2.5.1") == Settings() and Settings().warnings == ()
     assert CachingAllocator(Driver(GiB), settings=Settings(per_process_memory_fraction=0.5)).limit_bytes == GiB // 2
 
@@ -422,6 +424,35 @@ def test_memory_that_waits_is_waited_for_when_there_is_no_other():
     assert allocator.stats()["num_alloc_retries"] == 1
 
 
+def test_the_stream_of_the_allocation_itself_needs_no_waiting():
+    allocator = CachingAllocator(Driver(GiB))
+    address = allocator.malloc(30 * MiB, stream=4)
+    allocator.record_stream(address, 4)
+    allocator.free(address)
+    assert allocator.malloc(30 * MiB, stream=4) == address
+    with pytest.raises(ValueError, match="no live block"):
+        allocator.record_stream(1, 4)
+
+
+def test_what_waits_counts_as_active_and_as_requested():
+    allocator = CachingAllocator(Driver(GiB))
+    address = allocator.malloc(30 * MiB - 4)
+    allocator.record_stream(address, 5)
+    allocator.free(address)
+    allocator.malloc(20 * MiB)
+
+    def read(*names):
+        stats = allocator.stats()
+        return [stats[name] for name in names]
+
+    assert read("active.all.peak", "active.all.freed", "allocation.all.peak", "allocation.all.freed") == [2, 0, 1, 1]
+    assert read("active_bytes.all.peak", "requested_bytes.all.peak") == [50 * MiB, 50 * MiB - 4]
+    allocator.reset_accumulated_stats()
+    allocator.empty_cache()
+    assert read("active.all.freed", "allocation.all.freed", "requested_bytes.all.freed") == [1, 0, 30 * MiB - 4]
+    assert read("active.all.current", "active.all.peak", "active.all.allocated") == [1, 2, 0]
+
+
 # ---- expandable segments ----
 
 def test_missing_pages_are_mapped_behind_the_free_tail():
@@ -451,6 +482,12 @@ def test_the_block_at_the_frontier_is_used_last():
     allocator.free(hole)
     assert allocator.malloc(4 * MiB) == hole
     assert tail > hole
+
+
+def test_max_split_size_does_not_stop_splitting_in_an_expandable_segment():
+    allocator = CachingAllocator(Driver(GiB), settings=Settings(expandable_segments=True, max_split_size_mb=30))
+    assert allocator.block_bytes(allocator.malloc(31 * MiB)) == 31 * MiB
+    assert allocator.reserved_bytes == 40 * MiB
 
 
 def test_empty_cache_unmaps_whole_pages_and_keeps_the_edges():
@@ -613,6 +650,16 @@ def test_whatever_happens_blocks_tile_segments_and_nothing_is_lost(settings, see
         for pool in ("all", "small_pool", "large_pool"):
             assert stats[f"{name}.{pool}.current"] == 0
             assert stats[f"{name}.{pool}.allocated"] == stats[f"{name}.{pool}.freed"]
+
+
+def test_peaks_are_the_highest_there_was_between_two_readings():
+    allocator = CachingAllocator(Driver(GiB))
+    held = [allocator.malloc(size * MiB) for size in (30, 50, 2)]
+    for address in held:
+        allocator.free(address)
+    stats = allocator.stats()
+    assert (stats["allocated_bytes.all.peak"], stats["allocation.large_pool.peak"]) == (82 * MiB, 3)
+    assert (stats["inactive_split.all.peak"], stats["inactive_split_bytes.all.peak"]) == (1, 18 * MiB)
 
 
 def test_statistics_start_again_when_told():

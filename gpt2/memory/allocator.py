@@ -462,11 +462,13 @@ class CachingAllocator:
 
     @property
     def max_allocated_bytes(self) -> int:
+        """Highest `allocated_bytes` since the peaks were reset."""
         self._take_peaks()
         return self._all.peak_live_bytes
 
     @property
     def max_reserved_bytes(self) -> int:
+        """Highest `reserved_bytes` since the peaks were reset."""
         return self._all.reserved.peak
 
     def block_bytes(self, address: int) -> int:
