@@ -103,11 +103,31 @@ class MLP(nn.Module):
         return F.dropout(x, self.dropout, self.training)
 
 
-class Block(nn.Module):
-    """Norm, attention, add; norm, MLP, add. Each sublayer's input and output keeps its name until the block returns."""
+CHECKPOINTS = ("none", "block", "attention", "mlp")  # and "every-2", "every-3", ...
 
-    def __init__(self, size: Size, attention: str, dropout: float):
+
+def checkpoint_every(choice: str) -> int:
+    """k if whole blocks 0, k, 2k, ... are recomputed ("every-k"; "block" is k = 1), 0 if none is.
+
+    Raises ValueError for an unknown choice.
+    """
+    if choice in CHECKPOINTS:
+        return int(choice == "block")
+    prefix, _, k = choice.partition("-")
+    if prefix != "every" or not k.isdecimal() or int(k) < 1:
+        raise ValueError(f"checkpoint {choice!r} is not one of: {', '.join(CHECKPOINTS)}, every-2, every-3, ...")
+    return int(k)
+
+
+class Block(nn.Module):
+    """Norm, attention, add; norm, MLP, add. Each sublayer's input and output keeps its name until the block returns.
+
+    `recompute` names the sublayer, "attention" or "mlp", that keeps only its input and is run again in backward.
+    """
+
+    def __init__(self, size: Size, attention: str, dropout: float, recompute: str = "none"):
         super().__init__()
+        self.recompute = recompute
         self.ln_1 = nn.LayerNorm(size.width)
         self.attn = Attention(size, attention, dropout)
         self.ln_2 = nn.LayerNorm(size.width)
@@ -115,28 +135,30 @@ class Block(nn.Module):
 
     def forward(self, x):
         h = self.ln_1(x)
-        a = self.attn(h)
+        a = checkpoint(self.attn, h, use_reentrant=False) if self.recompute == "attention" else self.attn(h)
         x = x + a
         h2 = self.ln_2(x)
-        m = self.mlp(h2)
+        m = checkpoint(self.mlp, h2, use_reentrant=False) if self.recompute == "mlp" else self.mlp(h2)
         return x + m
 
 
 class GPT2(nn.Module):
     """The whole model. The head shares the token embedding's storage.
 
-    `checkpoint`: "none" or "block" (keep only each block's input, recompute the rest in backward).
+    `checkpoint`: "none"; "block" (keep only each block's input, recompute the rest in backward); "every-k" (so for
+    blocks 0, k, 2k, ...); "attention" or "mlp" (so for that sublayer of every block).
     `loss_chunks`: 0 computes the loss from all logits at once; n > 0 in n chunks, and returns no logits.
     """
 
     def __init__(self, size: Size, *, attention: str = "explicit", dropout: float = 0.0, checkpoint: str = "none",
                  loss_chunks: int = 0):
         super().__init__()
-        self.size, self.checkpoint, self.loss_chunks, self.dropout = size, checkpoint, loss_chunks, dropout
+        self.size, self.loss_chunks, self.dropout = size, loss_chunks, dropout
+        self.checkpoint_every = checkpoint_every(checkpoint)
         self.transformer = nn.ModuleDict({
             "wte": nn.Embedding(size.vocabulary, size.width),
             "wpe": nn.Embedding(size.context, size.width),
-            "h": nn.ModuleList(Block(size, attention, dropout) for _ in range(size.layers)),
+            "h": nn.ModuleList(Block(size, attention, dropout, checkpoint) for _ in range(size.layers)),
             "ln_f": nn.LayerNorm(size.width),
         })
         self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
@@ -158,8 +180,9 @@ class GPT2(nn.Module):
         token_embedding = self.transformer.wte(tokens_BT)
         position_embedding = self.transformer.wpe(positions)
         x = F.dropout(token_embedding + position_embedding, self.dropout, self.training)
-        for block in self.transformer.h:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpoint == "block" else block(x)
+        for i, block in enumerate(self.transformer.h):
+            again = self.checkpoint_every and i % self.checkpoint_every == 0
+            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
         x = self.transformer.ln_f(x)
         if self.loss_chunks and targets_BT is not None:
             return None, chunked_cross_entropy(

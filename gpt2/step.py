@@ -7,18 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
-from gpt2.model import GPT2, SIZES, Size, size
+from gpt2.model import CHECKPOINTS, GPT2, SIZES, Size, checkpoint_every, size
+from gpt2.savings import AdamWSmallMoments, StepInBackward
+
+__all__ = ["ATTENTIONS", "CHECKPOINTS", "LOSSES", "MOMENTS", "OPTIMIZERS", "PHASES", "PRECISIONS", "Recipe", "Training",
+           "Watch", "unwatched"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ATTENTIONS = ("explicit", "sdpa")
-CHECKPOINTS = ("none", "block")
 LOSSES = ("full", "chunked")
 OPTIMIZERS = ("foreach", "fused", "loop")
-PHASES = ("warmup", "model", "optimizer init", "batch", "forward", "backward", "del logits", "clip", "optimizer", "zero_grad")
+MOMENTS = ("fp32", "bf16")
+PHASES = ("warmup", "model", "optimizer init", "batch", "forward", "backward", "del logits", "clip", "optimizer",
+          "zero_grad")
 
 Watch = Callable[[str, int], AbstractContextManager]
 """Called as `watch(phase, step)` around every line of the step; steps count from 1; 0 is before the first."""
@@ -42,10 +47,12 @@ class Recipe:
     loss_chunks: int = 8
     keep_logits: bool = True  # the name `logits` lives until backward is over
     set_to_none: bool = True
+    moments: str = "fp32"
+    step_in_backward: bool = False
 
     def __post_init__(self):
-        allowed = {"model": tuple(SIZES), "precision": PRECISIONS, "attention": ATTENTIONS, "checkpoint": CHECKPOINTS,
-                   "loss": LOSSES, "optimizer": OPTIMIZERS}
+        allowed = {"model": tuple(SIZES), "precision": PRECISIONS, "attention": ATTENTIONS, "loss": LOSSES,
+                   "optimizer": OPTIMIZERS, "moments": MOMENTS}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not one of: {', '.join(values)}")
@@ -53,10 +60,13 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value}")
+        checkpoint_every(self.checkpoint)
         if self.length > self.size.context:
             raise ValueError(f"length {self.length} is above the context of {self.model}, {self.size.context}")
         if self.clip < 0 or not 0 <= self.dropout < 1:
             raise ValueError("clip must be at least 0 and dropout between 0 and 1")
+        if self.step_in_backward and (self.clip or self.accumulate > 1 or self.precision == "fp16"):
+            raise ValueError("step_in_backward needs each gradient final at once: no clip, accumulate or fp16 with it")
 
     @property
     def size(self) -> Size:
@@ -70,8 +80,9 @@ class Recipe:
     def describe(self) -> str:
         """The recipe in a line, for captions: only what differs from the default is spelt after the basics."""
         basics = f"GPT-2 {self.model}, batch {self.batch} x {self.length:,}, {self.precision}, AdamW {self.optimizer}"
+        said = ("model", "batch", "length", "precision", "optimizer")
         rest = [f"{f.name} {getattr(self, f.name)}" for f in fields(self)
-                if f.name not in ("model", "batch", "length", "precision", "optimizer") and getattr(self, f.name) != f.default]
+                if f.name not in said and getattr(self, f.name) != f.default]
         return ", ".join([basics, *rest])
 
 
@@ -98,11 +109,28 @@ class Training:
         with watch("model", 0):
             self.model = model.to(device)
         with watch("optimizer init", 0):
-            self.optimizer = torch.optim.AdamW(
-                self.model.parameters(), lr=3e-4, foreach=recipe.optimizer == "foreach", fused=recipe.optimizer == "fused")
+            self.optimizer = self._optimizer()
             self.scaler = torch.amp.GradScaler("cuda", enabled=recipe.precision == "fp16")
         with watch("batch", 0):
-            self.tokens = torch.randint(0, recipe.size.vocabulary, (recipe.batch, recipe.length + 1)).to(device)
+            self.tokens = self._tokens()
+
+    def _optimizer(self) -> torch.optim.Optimizer | StepInBackward:
+        """What the recipe asks for, on the model's parameters."""
+        recipe, adamw = self.recipe, torch.optim.AdamW if self.recipe.moments == "fp32" else AdamWSmallMoments
+        options = {"lr": 3e-4, "foreach": recipe.optimizer == "foreach", "fused": recipe.optimizer == "fused"}
+        if recipe.step_in_backward:
+            return StepInBackward(self.model.parameters(), lambda parameters: adamw(parameters, **options))
+        return adamw(self.model.parameters(), **options)
+
+    def set_length(self, length: int) -> None:
+        """New data of another length, for steps whose lengths vary; at most the model's context."""
+        self.recipe = replace(self.recipe, length=length)
+        with self.watch("batch", 0):
+            self.tokens = self._tokens()
+
+    def _tokens(self) -> torch.Tensor:
+        recipe = self.recipe
+        return torch.randint(0, recipe.size.vocabulary, (recipe.batch, recipe.length + 1)).to(self.device)
 
     def step(self, number: int) -> torch.Tensor:
         """Training step `number`, counted from 1; returns the detached loss of its last micro-batch."""
@@ -115,12 +143,12 @@ class Training:
                     logits, loss = self.model(inputs, targets)
             if not recipe.keep_logits:
                 with watch("del logits", number):
-                    logits = None
+                    del logits
             with watch("backward", number):
                 self.scaler.scale(loss / recipe.accumulate if recipe.accumulate > 1 else loss).backward()
             if recipe.keep_logits:
                 with watch("del logits", number):
-                    logits = None
+                    del logits
         if recipe.clip:
             with watch("clip", number):
                 self.scaler.unscale_(self.optimizer)
