@@ -45,7 +45,7 @@ def variables(home: Path) -> dict[str, str]:
 def prepare(home: Path) -> None:
     """Set the variables for this process and its children, and let the kernel `python3` be this interpreter."""
     os.environ.update(variables(home))
-    spec = get_kernel_dict() | {"display_name": "Python 3"}
+    spec = get_kernel_dict(["--log-level=CRITICAL"]) | {"display_name": "Python 3"}
     paths.write(Path(os.environ["JUPYTER_PATH"]) / "kernels" / "python3" / "kernel.json", json.dumps(spec).encode())
 
 
