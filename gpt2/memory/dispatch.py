@@ -73,10 +73,15 @@ class Tracker(TorchDispatchMode):
         """Whether the tensor lives on the simulated card."""
         return _device_of(tensor) is not None and tensor.untyped_storage()._cdata in self.live
 
-    def address(self, tensor: torch.Tensor) -> int:
-        """Simulated address of the tensor's first element; 0 if it has none."""
+    def block(self, tensor: torch.Tensor) -> int:
+        """Simulated address of the tensor's storage; 0 if it is not on the card."""
         life = self.live.get(tensor.untyped_storage()._cdata)
-        return life.address + tensor.storage_offset() * tensor.element_size() if life else 0
+        return life.address if life else 0
+
+    def address(self, tensor: torch.Tensor) -> int:
+        """Simulated address of the tensor's first element; 0 if it is not on the card."""
+        block = self.block(tensor)
+        return block + tensor.storage_offset() * tensor.element_size() if block else 0
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Give the tensor's storage a block, unless it has one or is empty."""

@@ -14,6 +14,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
+from gpt2.memory.claims import Claims
 from gpt2.memory.trace import Frame
 
 _next_sequence_number = torch._C._autograd._get_sequence_nr
@@ -25,11 +26,14 @@ _HERE = str(Path(__file__).parent)
 class Labels:
     """The labels of now. Hooks are installed by `install` and removed by `remove`."""
 
-    def __init__(self, *, stacks: bool):
+    def __init__(self, claims: Claims, *, stacks: bool = False):
+        self.claims = claims
         self.announced = ""  # phase set by watch, "" while nobody has
         self.step = 0
         self.path: list[str] = []  # modules whose forward is running, innermost last
         self.optimizing = False
+        self.around = None  # makes a profiler range of a name; a real GPU's recorder wants one per module
+        self._ranges: list = []
         self.finished = 0  # optimizer steps done
         self.with_stacks = stacks
         self.stacks: list[tuple[Frame, ...]] = []
@@ -53,7 +57,9 @@ class Labels:
             handle.remove()
 
     def phase(self) -> str:
-        """The announced phase, or the inferred one."""
+        """The announced phase, or the inferred one; a forward inside the engine is a recomputation."""
+        if self.path and (self.announced == "backward" or _in_backward() != -1):
+            return "recompute"
         if self.announced:
             return self.announced
         if _in_backward() != -1:
@@ -91,17 +97,26 @@ class Labels:
         return index
 
     def _enter(self, module, args) -> None:
+        if not self.path:
+            self.claims.module(module)
         if module not in self._names:
             for name, child in module.named_modules():
                 self._names.setdefault(child, name or type(module).__name__)
         self.path.append(self._names[module])
+        if self.around is not None:
+            self._ranges.append(self.around(f"module:{self.path[-1]}"))
+            self._ranges[-1].__enter__()
 
     def _leave(self, module, args, output) -> None:
         self.path.pop()
+        if self._ranges:
+            self._ranges.pop().__exit__(None, None, None)
 
     def _step_begins(self, optimizer, args, kwargs) -> None:
         self.optimizing = True
+        self.claims.gradients(optimizer)
 
     def _step_ends(self, optimizer, args, kwargs) -> None:
         self.optimizing = False
+        self.claims.state(optimizer)
         self.finished += 1

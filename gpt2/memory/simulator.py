@@ -18,6 +18,7 @@ import torch as pytorch
 
 from gpt2.memory import attention, autocast, gpus, values
 from gpt2.memory.allocator import CachingAllocator, OutOfMemory
+from gpt2.memory.claims import Claims, settle
 from gpt2.memory.dispatch import Tracker
 from gpt2.memory.driver import Driver
 from gpt2.memory.labels import Labels
@@ -55,8 +56,9 @@ class SimulatedGpu:
         self.driver = Driver(self.gpu.memory_bytes, self.gpu.free_bytes_at_start)
         self.allocator = CachingAllocator(self.driver, settings=self.settings, limit_bytes=limit_bytes, torch=self.torch,
                                           record=self._record)
-        self.labels = Labels(stacks=stacks)
         self.tracker = Tracker(self)
+        self.position = 0  # allocations and frees so far
+        self.labels = Labels(Claims(self.tracker.block, lambda: self.position), stacks=stacks)
         self.events: list[Event] = []
         self.marks: list[Mark] = []
         self.stream, self.streams, self._stream_stack = 0, 0, []
@@ -137,6 +139,7 @@ class SimulatedGpu:
 
     def _record(self, action: str, address: int, requested: int, block: int, stream: int) -> None:
         labels = self.labels
+        self.position += action in ("alloc", "free", "free_requested")
         if action == "alloc" or action == "oom":
             category = Category.WORKSPACE.value if self._library else ""
             self.events.append(Event(
@@ -178,8 +181,7 @@ class SimulatedGpu:
 
     def record_stream(self, tensor, stream) -> None:
         """Tensor.record_stream: the block may not be reused before `stream` is done with it."""
-        self.allocator.record_stream(self.tracker.address(tensor) - tensor.storage_offset() * tensor.element_size(),
-                                     stream.cuda_stream)
+        self.allocator.record_stream(self.tracker.block(tensor), stream.cuda_stream)
 
     def set_stream(self, number: int) -> None:
         """torch.cuda.set_stream."""
@@ -219,7 +221,7 @@ class SimulatedGpu:
         about = {"kind": "predicted", "gpu": self.gpu.name, "torch": self.torch, "limit_bytes": self.limit_bytes,
                  "allocator_conf": self.allocator_conf, "capacity_bytes": self.gpu.free_bytes_at_start,
                  "out_of_memory": self.out_of_memory}
-        return Trace(list(self.events), list(self.marks), list(self.labels.stacks), {**about, **meta})
+        return Trace(settle(self.events, self.labels.claims.made), list(self.marks), list(self.labels.stacks), {**about, **meta})
 
 
 def collect_garbage() -> None:

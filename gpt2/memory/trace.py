@@ -56,7 +56,7 @@ class Event(NamedTuple):
     requested_bytes: int
     block_bytes: int
     stream: int = 0
-    step: int = -1  # training step, 0 based; -1 before the first
+    step: int = 0  # training step, counted from 1; 0 is before the first
     phase: str = ""  # "warmup", "model", "batch", "forward", "backward", "clip", "optimizer", "zero_grad"
     module: str = ""  # "transformer.h.3.attn"; in backward the module whose forward made the node
     operator: str = ""  # "aten.addmm", or the library call that asks behind it: "cublas workspace"
