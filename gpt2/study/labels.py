@@ -87,12 +87,13 @@ def name_spans(sheet: Sheet, axes: Axes, runs: Sequence[tuple[str, float, float]
 
 
 def place(sheet: Sheet, axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], *,
-          size: float = 8) -> None:
-    """A label beside each point, where it covers neither a point nor another label, with a thin line if it is far."""
+          size: float = 8, avoid: Sequence[tuple[float, float]] = ()) -> None:
+    """A label beside each point, where it covers no point, no other label, nothing to `avoid`; a line if it is far."""
     pixel = axes.figure.dpi / 72
     spots = axes.transData.transform(np.asarray(points, float))
     frame = axes.get_window_extent(sheet.renderer)
     taken = [(x - 5 * pixel, y - 5 * pixel, x + 5 * pixel, y + 5 * pixel) for x, y in spots]
+    taken += [(x - pixel, y - pixel, x + pixel, y + pixel) for x, y in map(axes.transData.transform, avoid)]
     for (x, y), text in zip(spots, texts, strict=True):
         width, height, _ = sheet.renderer.get_text_width_height_descent(text, FontProperties(size=size), False)
         best = min(_candidates(x, y, width, height, pixel), key=lambda c: _badness(c, taken, frame))
