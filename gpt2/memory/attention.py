@@ -1,7 +1,132 @@
-"""Stub, filled below."""
+"""Operators whose CUDA path PyTorch chooses by looking at the device: attention, dropout, half-precision softmax.
+
+On meta tensors the composite takes the CPU's way; these kernels, registered above autograd's own, take the card's.
+What the chosen attention kernels allocate is in `gpt2/memory/attention_scratch.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
 from contextlib import contextmanager
+
+import torch
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def backend(card, q, k, v, mask, dropout: float, is_causal: bool, gqa: bool) -> str:
+    """The kernel that `scaled_dot_product_attention` would run: "cudnn", "flash", "efficient" or "math".
+
+    sdp_utils.cpp: use_flash_attention, use_mem_efficient_attention, use_cudnn_attention and the priority order.
+    """
+    order = ("flash", "efficient", "math", "cudnn")
+    if card.software.cudnn_attention_first:
+        order = ("cudnn", *order[:3])
+    tests = {"cudnn": _cudnn_takes, "flash": _flash_takes, "efficient": _efficient_takes, "math": lambda *_: True}
+    enabled = {"cudnn": torch._C._get_cudnn_sdp_enabled, "flash": torch._C._get_flash_sdp_enabled,
+               "efficient": torch._C._get_mem_efficient_sdp_enabled, "math": torch._C._get_math_sdp_enabled}
+    for name in order:
+        if enabled[name]() and tests[name](card, q, k, v, mask, dropout, gqa):
+            return name
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _plain(q, k, v) -> bool:
+    return q.dim() == 4 and all(t.stride(-1) == 1 for t in (q, k, v)) and 0 not in q.shape and 0 not in k.shape
+
+
+def _cudnn_takes(card, q, k, v, mask, dropout, gqa) -> bool:
+    widest = 256 if card.gpu.capability[0] == 9 else 128
+    return (_plain(q, k, v) and card.gpu.capability >= (8, 0) and q.dtype in _HALVES and q.shape[-1] % 8 == 0
+            and v.shape[-1] % 8 == 0 and q.shape[-1] <= widest and v.shape[-1] <= widest
+            and (mask is None or mask.dtype != torch.bool) and q.shape[-2] > 1)
+
+
+def _flash_takes(card, q, k, v, mask, dropout, gqa) -> bool:
+    return (_plain(q, k, v) and card.gpu.capability >= (8, 0) and q.dtype in _HALVES and mask is None
+            and q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and (gqa or q.shape[1] == k.shape[1] == v.shape[1]))
+
+
+def _efficient_takes(card, q, k, v, mask, dropout, gqa) -> bool:
+    aligned = 8 if q.dtype in _HALVES and card.gpu.capability >= (7, 5) else 4 if card.gpu.capability >= (8, 0) else 1
+    return (_plain(q, k, v) and not gqa and q.shape[1] == k.shape[1] and q.shape[-1] % aligned == 0
+            and v.shape[-1] % aligned == 0 and (q.dtype is not torch.bfloat16 or card.gpu.capability >= (8, 0)))
+
+
+def _attention(card):
+    def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        mask = attn_mask
+        if mask is not None and mask.dtype is torch.bool:  # attention.cpp, convert_boolean_attn_mask
+            zero = torch.zeros((), dtype=query.dtype, device=mask.device)
+            mask = torch.where(mask, zero, torch.full((), float("-inf"), dtype=query.dtype, device=mask.device))
+            del zero
+        choice = backend(card, query, key, value, mask, dropout_p, is_causal, enable_gqa)
+        if mask is not None and choice in ("cudnn", "efficient"):
+            mask = mask.expand(query.shape[0], query.shape[1] if mask.dim() == 4 else 1, query.shape[-2], key.shape[-2]) \
+                if mask.dim() == 4 else mask
+        keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if choice == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, keep, dropout_p, is_causal, False, scale=scale)[0]
+        if choice == "flash":
+            return _flash(query, key, value, dropout_p, is_causal, scale)
+        if choice == "efficient":
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, mask, keep, dropout_p, is_causal, scale=scale)[0]
+        return _math(query, key, value, mask if attn_mask is not None else None, dropout_p, is_causal, scale, enable_gqa)
+
+    return attention
+
+
+def _flash(query, key, value, dropout, is_causal, scale):
+    """attention.cpp, pad_last_dim: head widths are padded to a multiple of 8."""
+    width = query.shape[-1]
+    scale = scale if scale is not None else 1 / math.sqrt(width)
+    if width % 8:
+        query, key, value = (F.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
+    out = aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, False, scale=scale)[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _math(query, key, value, mask, dropout, is_causal, scale, gqa):
+    """attention.cpp, _scaled_dot_product_attention_math: 16-bit inputs are computed in fp32."""
+    return aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout, is_causal, None, scale=scale, enable_gqa=gqa)[0]
+
+
+def _dropout(x, p, train):
+    """Dropout.cpp: CUDA has a fused kernel that keeps a bool mask."""
+    if not train or p == 0 or not x.numel():
+        return x
+    if p == 1:
+        return x * torch.zeros((), dtype=x.dtype, device=x.device)
+    return aten.native_dropout(x, p, train)[0]
+
+
+def _softmax_like(inner):
+    def softmax(x, dim, dtype=None):
+        """SoftMax.cpp: fp16 in, fp32 out is one kernel on CUDA; every other pair of types is a cast first."""
+        if x.dtype is torch.float16 and dtype is torch.float32:
+            return inner(x, dim, True)
+        return inner(x if dtype is None else x.to(dtype), dim, False)
+
+    return softmax
 
 
 @contextmanager
 def kernels(card):
-    yield
+    """Register the card's paths while it is simulated."""
+    library = torch.library.Library("aten", "IMPL")
+    paths = {"scaled_dot_product_attention": _attention(card), "dropout": _dropout,
+             "softmax.int": _softmax_like(aten._softmax), "log_softmax.int": _softmax_like(aten._log_softmax)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, function in paths.items():
+            library.impl(name, function, "AutogradMeta")
+    try:
+        yield
+    finally:
+        library._destroy()

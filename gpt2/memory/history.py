@@ -55,11 +55,11 @@ class History:
     """Entries between a beginning that has to be found and an end that is known."""
 
     def __init__(self, entries: list[Entry], segments: list[Segment], final: dict[int, Known], layout: Layout,
-                 warnings: list[str]):
+                 warnings: list[str], cut: str = ""):
         self.entries, self.final, self.layout, self.warnings = entries, final, layout, warnings
         self.older: dict[int, Older] = {}  # by address
         self.exact: dict[int, int] = {}  # size of the block that entry i made, where the end still has it
-        self.cut = ""  # why we think that the ring wrapped
+        self.cut = cut  # why we think that the ring wrapped
         self._find_older()
         self.layout.fill(self._segments_at_start(segments), {})
 

@@ -16,6 +16,7 @@ from gpt2.memory.trace import Block, Category, Event, Frame, Trace
 
 _OPTIMIZER_FILES = {f"{name}.py" for name in ("optimizer", "adam", "adamw", "sgd", "adagrad", "rmsprop", "lion")}
 _MOVES = {"_apply", "_load_from_state_dict", "load_state_dict"}
+_RECOMPUTES = {"unpack_hook", "recompute_fn"}  # of torch.utils.checkpoint, in the backward
 _LOSSES = {"cross_entropy", "log_softmax", "nll_loss", "_log_softmax"}
 _WORKSPACES = {8_519_680, 33_554_432, 4_194_304 * 8 + 16_384}  # cuBLAS up to Ampere, on Hopper (DESIGN: scratch.py)
 _VOCABULARY_BYTES = 2**20  # below it a loss tensor is a scalar or a row of losses
@@ -51,7 +52,7 @@ def phase_of(stack: tuple[Frame, ...]) -> str:
         if base == "module.py" and name in _MOVES:
             return "model"
         if (base in ("_tensor.py", "graph.py", "__init__.py") and name in ("backward", "_engine_run_backward")
-                or name in ("unpack_hook", "recompute_fn") or "autograd::Engine" in name):
+                or name in _RECOMPUTES or "autograd::Engine" in name):
             return "backward"
     return "forward" if stack else "backward"
 
@@ -94,6 +95,7 @@ def _categories(trace: Trace, blocks: list[Block], parameters: Mapping[int, str]
     events, stacks = trace.events, trace.stacks
     losses = [any(f.name in _LOSSES for f in s) for s in stacks]
     inside = [any(f.name in ("forward", "_call_impl", "__call__") for f in s) for s in stacks]
+    recomputed = [any(f.name in _RECOMPUTES for f in s) for s in stacks]
     sizes = {b.event.requested_bytes for b in blocks
              if b.event.stack >= 0 and losses[b.event.stack] and b.event.requested_bytes >= _VOCABULARY_BYTES}
     buffers = _buffer_stacks(stacks)
@@ -113,7 +115,7 @@ def _categories(trace: Trace, blocks: list[Block], parameters: Mapping[int, str]
         if event.phase == "optimizer":
             return Category.OPTIMIZER if kept else Category.TEMPORARIES
         if event.phase == "backward":
-            if event.stack >= 0:  # a checkpoint's recomputation
+            if event.stack >= 0 and recomputed[event.stack]:
                 return Category.ACTIVATIONS
             return Category.GRADIENTS if kept or died.phase != "backward" else Category.TEMPORARIES
         if event.phase != "forward":
@@ -142,7 +144,7 @@ def _older(blocks: list[Block], events: list[Event], parameters: Mapping[int, st
     older = {n: b for n, b in enumerate(blocks) if b.event.phase == BEFORE}
     named = {n: Category.PARAMETERS for n, b in older.items() if b.event.address in parameters}
     kept = [n for n, b in older.items() if b.died is None and n not in named]
-    gradients = Counter(b.event.requested_bytes for b in blocks if b.event.phase == "backward" and b.event.stack < 0
+    gradients = Counter(b.event.requested_bytes for b in blocks if b.event.phase == "backward"
                         and (b.died is None or events[b.died].phase not in ("backward", "")))
     if named:  # parameters are spoken for: what else has their sizes are their moments
         sizes = {older[n].event.requested_bytes for n in named}

@@ -93,6 +93,8 @@ class Patches:
         for name, answer in answers.items():
             self.set(c, name, answer)
         cuda = torch.cuda
+        self.set(cuda, "_exchange_device", lambda device: 0)
+        self.set(cuda, "_maybe_exchange_device", lambda device: 0)
         self.set(cuda, "_lazy_init", lambda: None)
         self.set(cuda, "_initialized", True)
         self.set(cuda, "is_available", lambda: True)

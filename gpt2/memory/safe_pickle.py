@@ -102,8 +102,8 @@ class _Machine:
         self.memo: dict[int, object] = {}
         self.containers = 0
         self.most = min(limits.containers, 10_000 + len(data) // _BYTES_EACH)
-        self.rare = {code: getattr(self, f"_{name.lower()}") for code, name in _NAMES.items()
-                     if hasattr(self, f"_{name.lower()}")}
+        self.rare = {code: getattr(self, f"op_{name.lower()}") for code, name in _NAMES.items()
+                     if hasattr(self, f"op_{name.lower()}")}
 
     def run(self) -> object:
         """Execute up to STOP. The instructions that make up nearly all of a snapshot are spelt out here, for speed."""
@@ -191,53 +191,53 @@ class _Machine:
             raise SnapshotError(f"a string of {length:,} bytes is announced, longer than {self.limits.text_bytes:,}")
         self.stack.append(str(self._take(length), "utf-8", "surrogatepass"))
 
-    # Instructions, by their names in pickletools
+    # Instructions: op_ and their names in pickletools. What has no method here is refused.
 
-    def _proto(self) -> None:
+    def op_proto(self) -> None:
         version = self._take(1)[0]
         if not 2 <= version <= 5:
             raise SnapshotError(f"pickle protocol {version} does not exist, or is older than memory snapshots are")
 
-    def _frame(self) -> None:
+    def op_frame(self) -> None:
         self._number("<Q", 8)  # how the pickler batched its writes: means nothing here
 
-    def _none(self) -> None:
+    def op_none(self) -> None:
         self.stack.append(None)
 
-    def _newtrue(self) -> None:
+    def op_newtrue(self) -> None:
         self.stack.append(True)
 
-    def _newfalse(self) -> None:
+    def op_newfalse(self) -> None:
         self.stack.append(False)
 
-    def _binint(self) -> None:
+    def op_binint(self) -> None:
         self.stack.append(self._number("<i", 4))
 
-    def _binfloat(self) -> None:
+    def op_binfloat(self) -> None:
         self.stack.append(self._number(">d", 8))
 
-    def _long1(self) -> None:
+    def op_long1(self) -> None:
         length = self._take(1)[0]
         if length > self.limits.integer_bytes:
             raise SnapshotError(f"an integer of {length} bytes is announced; no address or size has more than 9")
         self.stack.append(int.from_bytes(self._take(length), "little", signed=True))
 
-    def _short_binunicode(self) -> None:
+    def op_short_binunicode(self) -> None:
         self._text(self._take(1)[0])
 
-    def _binunicode(self) -> None:
+    def op_binunicode(self) -> None:
         self._text(self._number("<I", 4))
 
-    def _binunicode8(self) -> None:
+    def op_binunicode8(self) -> None:
         self._text(self._number("<Q", 8))
 
-    def _binput(self) -> None:
+    def op_binput(self) -> None:
         self.memo[self._take(1)[0]] = self.stack[-1]
 
-    def _long_binput(self) -> None:
+    def op_long_binput(self) -> None:
         self.memo[self._number("<I", 4)] = self.stack[-1]
 
-    def _mark(self) -> None:
+    def op_mark(self) -> None:
         if len(self.marks) >= self.limits.marks:
             raise SnapshotError(f"more than {self.limits.marks} containers are open at once: nested too deep")
         self.marks.append(len(self.stack))
@@ -248,13 +248,13 @@ class _Machine:
             raise SnapshotError(f"more than {self.most:,} containers in {len(self.data):,} bytes: not a memory snapshot")
         self.stack.append(value)
 
-    def _empty_dict(self) -> None:
+    def op_empty_dict(self) -> None:
         self._container({})
 
-    def _empty_list(self) -> None:
+    def op_empty_list(self) -> None:
         self._container([])
 
-    def _empty_tuple(self) -> None:
+    def op_empty_tuple(self) -> None:
         self._container(())
 
     def _since_mark(self) -> list:
@@ -270,30 +270,30 @@ class _Machine:
         del self.stack[-count:]
         return items
 
-    def _tuple(self) -> None:
+    def op_tuple(self) -> None:
         self._container(tuple(self._since_mark()))
 
-    def _tuple1(self) -> None:
+    def op_tuple1(self) -> None:
         self._container(tuple(self._pop(1)))
 
-    def _tuple2(self) -> None:
+    def op_tuple2(self) -> None:
         self._container(tuple(self._pop(2)))
 
-    def _tuple3(self) -> None:
+    def op_tuple3(self) -> None:
         self._container(tuple(self._pop(3)))
 
-    def _list(self) -> None:
+    def op_list(self) -> None:
         self._container(self._since_mark())
 
-    def _dict(self) -> None:
+    def op_dict(self) -> None:
         items = self._since_mark()
         self._container({})
         self._set(items)
 
-    def _append(self) -> None:
+    def op_append(self) -> None:
         self._extend(self._pop(1))
 
-    def _appends(self) -> None:
+    def op_appends(self) -> None:
         self._extend(self._since_mark())
 
     def _extend(self, items: list) -> None:
@@ -301,10 +301,10 @@ class _Machine:
             raise SnapshotError("corrupt pickle: it appends to what is not a list")
         self.stack[-1].extend(items)
 
-    def _setitem(self) -> None:
+    def op_setitem(self) -> None:
         self._set(self._pop(2))
 
-    def _setitems(self) -> None:
+    def op_setitems(self) -> None:
         self._set(self._since_mark())
 
     def _set(self, items: list) -> None:

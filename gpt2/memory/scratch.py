@@ -159,10 +159,18 @@ def radix_sort_bytes(n: int, capability: tuple[int, int]) -> int:
     return sum(_round256(p) for p in parts) + 255
 
 
-def scan_bytes(n: int) -> int:
-    """CUB's exclusive sum over n int64 values (device_scan.cuh, CUDA 13)."""
-    inner = _round256(16 * (math.ceil(n / 896) + 32)) + 255
+def scan_bytes(n: int, tile: int = 896) -> int:
+    """CUB's look-back state: 16 bytes a tile (agent_scan.cuh, SingleTileState); an exclusive sum has tiles of 896 (CUDA 13)."""
+    inner = _round256(16 * (math.ceil(n / tile) + 32)) + 255
     return _round256(inner) + 255
+
+
+def unique_bytes(n: int, capability: tuple[int, int]) -> int:
+    """CUB's unique_by_key of n int64 keys and values: tiles of 448 x 11 on sm_90, 192 x 7 before.
+
+    tuning_unique_by_key.cuh, key and value size 8.
+    """
+    return scan_bytes(n, 448 * 11 if capability >= (9, 0) else 192 * 7)
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -187,7 +195,7 @@ def embedding_backward(tracker, func, args, kwargs):
         take(8 * n)  # where each row's run begins
         take(8)  # how many runs
         keys = take(8 * n)
-        give(take(scan_bytes(n)))
+        give(take(unique_bytes(n, card.gpu.capability)))
         give(keys)
         take(8 * min(n, rows))  # partial sums per run
         take(8 * min(n, rows))  # and where they begin

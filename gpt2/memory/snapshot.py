@@ -63,16 +63,18 @@ def to_trace(snapshot: Mapping, device: int | None = None, parameters: Mapping[i
     there = devices(snapshot)
     device = (there[0] if there else 0) if device is None else device
     if device not in there:
-        raise SnapshotError(f"device {str(device)[:40]} is not in the snapshot; it has {there or 'none'}")
+        raise SnapshotError(f"device {_shown(device)} is not in the snapshot; it has {there or 'none'}")
     stacks, warnings = _Stacks(), []
     traces = _list(snapshot, "device_traces")
     entries = _entries(traces[device] if device < len(traces) else [], stacks, warnings)
     segments, final = _segments(_list(snapshot, "segments"), device, stacks)
-    history = History(entries, segments, final, _settings(snapshot), warnings)
-    events = history.events()
     settings = snapshot.get("allocator_settings")
-    conf = settings.get("PYTORCH_CUDA_ALLOC_CONF") if isinstance(settings, dict) else None
-    trace = Trace(events, [], stacks.list, {
+    settings = settings if isinstance(settings, dict) else {}
+    overflowed = settings.get("trace_alloc_overflowed") is True  # newer torch says so itself
+    history = History(entries, segments, final, _empty_layout(settings), warnings,
+                      "the snapshot says so" if overflowed else "")
+    conf = settings.get("PYTORCH_CUDA_ALLOC_CONF")
+    trace = Trace(history.events(), [], stacks.list, {
         "kind": "measured", "source": "memory snapshot", "device": device,
         "allocator_conf": conf if isinstance(conf, str) and len(conf) < 1000 else "", "warnings": warnings})
     return infer.label(trace, parameters or {})
@@ -102,20 +104,18 @@ class _Stacks:
 
 
 def _entries(raw: object, stacks: _Stacks, warnings: list[str]) -> list[Entry]:
-    if not isinstance(raw, list):
-        raise SnapshotError("a device's history is not a list")
     entries, skipped = [], {}
-    for item in raw:
+    for item in _distinct(raw, "history"):
         action = _str(item, "action")
         if action in _ACTIONS:
             where = "device_free" if action == "oom" and "device_free" in item else "addr"
             entries.append(Entry(action, _int(item, where), _int(item, "size"), _int(item, "stream", 0),
                                  stacks.add(item.get("frames")), _labels(item) if "phase" in item else ()))
         elif action != "snapshot":
-            skipped[action[:40]] = skipped.get(action[:40], 0) + 1
+            skipped[action] = skipped.get(action, 0) + 1
     if skipped:
         warnings.append("entries of kinds that move no memory were left out: "
-                        + ", ".join(f"{n} {kind}" for kind, n in sorted(skipped.items())[:5]))
+                        + ", ".join(f"{n} {_shown(kind)}" for kind, n in sorted(skipped.items())[:5]))
     return entries
 
 
@@ -131,6 +131,7 @@ def _labels(item: dict) -> tuple:
 def _segments(raw: list, device: int, stacks: _Stacks) -> tuple[list[Segment], dict[int, Known]]:
     """Segments at the end, and the blocks in use in them by address."""
     segments, blocks = [], {}
+    _distinct([item.get("blocks") for item in _distinct(raw, "segments") if isinstance(item, dict)], "blocks")
     for item in raw:
         if _int(item, "device", 0) != device:
             continue
@@ -139,7 +140,7 @@ def _segments(raw: list, device: int, stacks: _Stacks) -> tuple[list[Segment], d
         if len(segments) > _MOST_SEGMENTS:
             raise SnapshotError(f"more than {_MOST_SEGMENTS:,} segments")
         end = address + size
-        for block in _list(item, "blocks"):
+        for block in _distinct(_list(item, "blocks"), "blocks"):
             width = _int(block, "size")
             if width == 0 or address + width > end:
                 raise SnapshotError("the blocks of a segment do not add up to it")
@@ -157,16 +158,31 @@ def _known(block: dict, size: int, stream: int, stacks: _Stacks) -> Known:
     return Known(size, requested, stream, stacks.add(source.get("frames")), block["state"] != "active_allocated")
 
 
-def _settings(snapshot: Mapping) -> Layout:
-    """An empty layout with the rounding and splitting that the run had."""
-    settings = snapshot.get("allocator_settings")
-    settings = settings if isinstance(settings, dict) else {}
+def _empty_layout(settings: dict) -> Layout:
+    """With the rounding and splitting that the run had."""
     split = settings.get("max_split_size", -1)
     rounding = settings.get("roundup_power2_divisions")
     values = list(rounding.values())[:16] if isinstance(rounding, dict) else []
     if len(values) != 16 or not all(isinstance(v, int) and 0 <= v <= 2**20 for v in values):
         values = [0] * 16
     return Layout(tuple(values), split if isinstance(split, int) and split > 0 else 2**63)
+
+
+def _distinct(items: object, what: str) -> list:
+    """A list in which nothing stands twice: a pickle may repeat a value for two bytes, and so make a small file huge."""
+    if not isinstance(items, list):
+        raise SnapshotError(f"the {what} are not a list")
+    if len({*map(id, items)}) != len(items):
+        raise SnapshotError(f"the {what} hold the same entry more than once: not a memory snapshot")
+    return items
+
+
+def _shown(value: object) -> str:
+    """A value in an error message: short, on one line."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    small = isinstance(value, float) or isinstance(value, int) and value.bit_length() < 128
+    return repr(value) if small or value is None else f"a {type(value).__name__}"
 
 
 def _list(mapping: object, key: str) -> list:
@@ -179,7 +195,7 @@ def _list(mapping: object, key: str) -> list:
 def _int(item: object, key: str, default: int | None = None) -> int:
     value = item.get(key, default) if isinstance(item, dict) else None
     if not isinstance(value, int) or not 0 <= value < _UINT64:
-        raise SnapshotError(f"an entry has no sensible {key!r}: {str(value)[:40]}")
+        raise SnapshotError(f"an entry has no sensible {key!r}: {_shown(value)}")
     return value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
@@ -64,8 +65,13 @@ def owner(trace: Trace, block: Block) -> str:
 
 
 def _place(stack: tuple[Frame, ...]) -> str:
-    own = next((i for i, f in enumerate(stack) if not _library(f)), len(stack) - 1)
-    frame, called = stack[own], stack[0].name if own else ""
+    """Recorded with stacks="all", a stack is full of C++: of that, only the name of a backward function says much."""
+    python = [f for f in stack if f.file.endswith(".py") or f.file.startswith("<")]
+    if not python:
+        node = next(filter(None, (re.search(r"\w{1,80}Backward\w{0,9}", f.name[:500]) for f in stack)), None)
+        return f"autograd: {node[0]}" if node else stack[-1].name[:80]
+    own = next((i for i, f in enumerate(python) if not _library(f)), len(python) - 1)
+    frame, called = python[own], python[0].name if own else ""
     file = frame.file.replace("\\", "/").rsplit("/", 1)[-1]
     return f"{file}:{frame.line} {frame.name}" + (f" > {called}" if called and called != frame.name else "")
 
