@@ -1,7 +1,8 @@
 """Figures of one training step: the lines of the loop, what a block saves, the mountain, the stack by owner, the trace.
 
 Each function takes tables or traces and returns a `Figure`. A *timeline* is a table with one column per `Category`
-value and one row per allocator event, in bytes, whose index is the event's index in the trace. *Readings* are `Mark`s.
+value and one row per allocator event, in bytes, whose index is the event's index in the trace (`ledger.timeline`).
+*Readings* are `Mark`s.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from matplotlib.patches import Rectangle
 
 from gpt2.memory.trace import Category, Event, Mark, Trace
 from gpt2.study.drawing import Sheet, bytes_axis, conditions, drawn
-from gpt2.study.labels import ledger_bar, marker, marker_key, name_spans, note, pointer, spans, thin_ticks
+from gpt2.study.labels import ledger_bar, marker, marker_key, name_spans, note, owners, pointer, spans, thin_ticks
 from gpt2.study.palette import ALARM, FAINT, INK, MIB, MUTED, colour, ink_on, mib, number, tint
 
 _ROW = 0.235  # inches per row of a chart that is a list
@@ -97,8 +98,8 @@ def mountain(trace: Trace, timeline: pd.DataFrame, readings: Sequence[Mark], *, 
     indices = [reading.event_count - 1 for reading in readings]
     at = sum(index < peak for index in indices)
     indices.insert(at, peak)
-    stacks = timeline.reindex([max(index, timeline.index[0]) for index in indices])
-    highest, most = max(reading.allocated_bytes for reading in readings), trace.allocated_bytes()[peak]
+    stacks = owners(timeline).loc[[max(index, timeline.index[0]) for index in indices]]
+    highest, most = max(reading.allocated_bytes for reading in readings), int(stacks.iloc[at].sum())
     title = title or f"{len(readings)} readings see {mib(highest, 0)}; the summit, {mib(most, 0)}, falls between two"
     sheet = Sheet(title, subtitle or conditions(trace), width=9, height=4.4,
                   says=f"Bars stacked by owner, one for each of {len(readings)} readings over a step.")
@@ -123,7 +124,7 @@ def step_by_owner(trace: Trace, timeline: pd.DataFrame, *, step: int = 2, title:
     """One step, event by event, stacked by owner, with the high-water line and who asked for the last of the peak."""
     first, past = window(trace, step)
     peak = trace.peak({step})
-    rows = timeline.loc[first:past - 1]
+    rows = owners(timeline).loc[first:past - 1]
     kept, event, count = rows.loc[peak], trace.events[peak], past - first
     most = int(kept.sum())
     title = title or f"{mib(most, 0)} at the peak: {_shares(kept)}"
@@ -154,7 +155,7 @@ def allocator_trace(trace: Trace, readings: Sequence[Mark], *, step: int = 2, ti
                     subtitle: str = "") -> Figure:
     """Allocated memory at every event of a step, the hooks' readings on it, and what falls between them."""
     first, past = window(trace, step)
-    peak, curve, count = trace.peak({step}), trace.allocated_bytes(), past - first
+    peak, curve, count = trace.peak({step}), allocated(trace), past - first
     most, owner = curve[peak], asked(trace.events[peak])
     readings = [reading for reading in readings if first <= reading.event_count <= past]
     highest = max(reading.allocated_bytes for reading in readings)
@@ -226,6 +227,14 @@ def window(trace: Trace, step: int) -> tuple[int, int]:
     if not inside:
         raise ValueError(f"the trace has no step {step}")
     return inside[0], inside[-1] + 1
+
+
+def allocated(trace: Trace) -> list[int]:
+    """`memory_allocated()` after each event, also where blocks are older than the trace: its marks know of them."""
+    curve = trace.allocated_bytes()
+    mark = next((mark for mark in trace.marks if mark.event_count), None)
+    older = mark.allocated_bytes - curve[mark.event_count - 1] if mark else 0
+    return [size + older for size in curve]
 
 
 def blind_spot(trace: Trace, readings: Sequence[Mark], step: int) -> tuple[int, int]:

@@ -26,6 +26,11 @@ def note(axes: Axes, text: str, x: float, y: float, dx: float = 0, dy: float = 0
         written.set_path_effects([withStroke(linewidth=2, foreground="white")])
 
 
+def owners(timeline: pd.DataFrame) -> pd.DataFrame:
+    """The columns of a timeline that are categories, in their order."""
+    return timeline[[category.value for category in Category if category.value in timeline]]
+
+
 def pointer(colour: str = INK) -> dict:
     """A thin line from a note to its place."""
     return {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 0}
