@@ -5,7 +5,7 @@ A function of a trace, real or simulated; the keys are those that `python -m gpt
 
 from __future__ import annotations
 
-from gpt2.memory.trace import Trace
+from gpt2.memory.trace import Category, Trace
 
 _REQUEST = ("step", "phase", "module", "operator", "requested_bytes")
 
@@ -57,10 +57,13 @@ def _spans(trace: Trace) -> list[tuple[int, int, int]]:
 
 
 def ledger(trace: Trace, index: int) -> list[dict]:
-    """Category and bytes of all that is allocated after an event; the sum is `memory_allocated()`."""
-    sizes: dict[str, int] = {}
-    for block in trace.live_at(index):
-        event = block.event
-        sizes[event.category or "activations"] = sizes.get(event.category or "activations", 0) + event.requested_bytes
-        sizes["allocator slack"] = sizes.get("allocator slack", 0) + event.block_bytes - event.requested_bytes
-    return [{"category": category, "bytes": size} for category, size in sizes.items()]
+    """Category and bytes of all that is allocated after an event, in the order of the enum; the sum is
+    `memory_allocated()`. What blocks are larger than their requests is a category of its own, the slack."""
+    from gpt2.memory.ledger import categorise  # brings pandas
+
+    sizes = dict.fromkeys(Category, 0)
+    for block, category in zip(trace.blocks(), categorise(trace), strict=True):
+        if block.born <= index and (block.died is None or block.died > index):
+            sizes[category] += block.event.requested_bytes
+            sizes[Category.SLACK] += block.event.block_bytes - block.event.requested_bytes
+    return [{"category": category.value, "bytes": size} for category, size in sizes.items() if size]

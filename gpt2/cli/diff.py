@@ -1,0 +1,9 @@
+"""`diff`"""
+
+
+def add_options(parser):
+    pass
+
+
+def run(arguments):
+    pass

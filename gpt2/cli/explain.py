@@ -1,0 +1,9 @@
+"""`explain`"""
+
+
+def add_options(parser):
+    pass
+
+
+def run(arguments):
+    pass

@@ -1,0 +1,9 @@
+"""`fit`"""
+
+
+def add_options(parser):
+    pass
+
+
+def run(arguments):
+    pass

@@ -1,0 +1,9 @@
+"""`gpus`"""
+
+
+def add_options(parser):
+    pass
+
+
+def run(arguments):
+    pass

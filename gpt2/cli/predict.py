@@ -1,0 +1,56 @@
+"""`predict`: what a training step takes on a GPU that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from contextlib import contextmanager
+
+from gpt2.cli import options, tables
+from gpt2.cli.options import UserError
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Card, step, output."""
+    options.add_card(parser)
+    options.add_recipe(parser)
+    options.add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Predict and print."""
+    gpu = options.card(arguments)
+    experiment = options.experiment(arguments)
+    found = predicted(experiment, gpu, arguments.torch)
+    show(found, experiment, arguments.json)
+
+
+def predicted(experiment, gpu, torch_release: str | None) -> dict:
+    """The answer for an experiment on a simulated card."""
+    from gpt2.memory.answer import answer
+    from gpt2.study.experiments import predict
+
+    with host_memory():
+        return answer(predict(experiment, gpu, torch_release=torch_release))
+
+
+def show(found: dict, experiment, as_json: bool) -> None:
+    """Print an answer."""
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    limit = f", limit {experiment.limit_mib:,} MiB" if experiment.limit_mib else ""
+    conf = f", {experiment.alloc_conf}" if experiment.alloc_conf else ""
+    title = f"{found['kind']} for {found['gpu']}, torch {found['torch']}{limit}{conf}: {experiment.recipe.describe()}"
+    print(tables.answer_text(found, title))
+
+
+@contextmanager
+def host_memory():
+    """Turns "this machine has too little memory" into one line."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise UserError("out of memory on this machine, not on the card: it cannot lay out such a step") from None

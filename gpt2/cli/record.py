@@ -1,0 +1,9 @@
+"""`record`"""
+
+
+def add_options(parser):
+    pass
+
+
+def run(arguments):
+    pass

@@ -1,0 +1,9 @@
+"""`simulate`"""
+
+
+def add_options(parser):
+    pass
+
+
+def run(arguments):
+    pass

@@ -1,0 +1,9 @@
+"""`snapshot`"""
+
+
+def add_options(parser):
+    pass
+
+
+def run(arguments):
+    pass

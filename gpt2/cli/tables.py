@@ -1,0 +1,38 @@
+"""Answers as text for people. Sizes in MiB."""
+
+from __future__ import annotations
+
+MiB = 2**20
+
+
+def mib(size: int) -> str:
+    """Bytes as MiB, spelt out."""
+    return f"{size / MiB:,.2f} MiB"
+
+
+def answer_text(found: dict, title: str) -> str:
+    """The table of one answer: verdict, peaks, steps, owners."""
+    lines = [title, verdict(found), ""]
+    lines += [f"  {name:<16} {mib(found[f'peak_{name}_bytes']):>16}" for name in ("allocated", "reserved")]
+    if found["peak"]:
+        lines.append(f"  set by           {request(found['peak'])}")
+    lines += ["", f"  {'step':<6}{'peak allocated':>18}{'peak reserved':>18}"]
+    lines += [f"  {row['step']:<6}{mib(row['peak_allocated_bytes']):>18}{mib(row['peak_reserved_bytes']):>18}"
+              for row in found["per_step"]]
+    lines += ["", f"  {'at the peak':<26}{'':>16}  share"]
+    total = found["peak_allocated_bytes"] or 1
+    lines += [f"  {row['category']:<26}{mib(row['bytes']):>16}  {row['bytes'] / total:6.1%}" for row in found["ledger"]]
+    return "\n".join(lines)
+
+
+def verdict(found: dict) -> str:
+    """Fits, or the request that failed."""
+    failure = found["out_of_memory"]
+    return "fits" if failure is None else f"does not fit: runs out at {request(failure)}"
+
+
+def request(what: dict) -> str:
+    """Who asked for how much, where and when."""
+    who = " in ".join(filter(None, (what["operator"], what["module"]))) or "a tensor"
+    when = f"step {what['step']}" if what["step"] else "before the first step"
+    return f"{mib(what['requested_bytes'])} for {who} ({', '.join(filter(None, (what['phase'], when)))})"
