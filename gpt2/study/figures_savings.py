@@ -51,7 +51,8 @@ def frontier(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Fig
     beaten = table["peak_bytes"] >= table["peak_bytes"].cummin().shift(fill_value=float("inf"))
     best = table[~beaten]
     least = best.iloc[-1]
-    title = title or (f"{least['configuration'][:1].upper()}{least['configuration'][1:]} needs least, {least['peak_bytes'] / GIB:.1f} GiB; "
+    name = least["configuration"][:1].upper() + least["configuration"][1:]
+    title = title or (f"{name} needs least, {least['peak_bytes'] / GIB:.1f} GiB; "
                       f"{best.iloc[0]['configuration']} is fastest, {best.iloc[0]['step_ms']:,.0f} ms a step")
     sheet = Sheet(title, subtitle, width=9, height=4.8, says=f"{len(table)} configurations, peak memory over step "
                   f"time; none beats {', '.join(best['configuration'])}.")
