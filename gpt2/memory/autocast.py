@@ -58,8 +58,11 @@ class _Casts:
 
 
 def _mapped(values, change):
-    return type(values)(change(v) if isinstance(v, torch.Tensor) else _mapped(v, change) if isinstance(v, list | tuple) else v
-                        for v in values)
+    """`values` with `change` done to every tensor; last argument first, the order in which GCC evaluates a call's arguments
+    (a recording shows bias, weight, input), elements of a list in order."""
+    changed = [change(v) if isinstance(v, torch.Tensor) else _mapped(v[::-1], change)[::-1] if isinstance(v, list | tuple) else v
+               for v in reversed(values)]
+    return type(values)(reversed(changed))
 
 
 def _tensors(values):

@@ -1,12 +1,15 @@
 """Two traces side by side: the first event in which they part, and what only one of them has.
 
-Sizes and order are compared, addresses are not: a different address shows as a different peak later on.
+Sizes and order are compared, addresses are not: a different address shows as a different peak later on. Frees that
+follow each other without an allocation between them are compared as a set: autocast drops its cache in the order of a
+hash table of pointers, which no two runs share, and what is free afterwards does not depend on it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 
 from gpt2.memory.trace import Event, Trace
 
@@ -47,13 +50,23 @@ def _line(events: list[Event], i: int) -> str:
 
 
 def memory_events(trace: Trace) -> list[Event]:
-    """Allocations and frees only; frees carry the requested size of their allocation."""
-    return [e for e in trace.events if e.action in ("alloc", "free", "free_requested")]
+    """Allocations and frees only, up to an allocation that failed: what comes after is an exception's unwinding."""
+    events = trace.events
+    end = next((i for i, e in enumerate(events) if e.action == "oom"), len(events))
+    return [e for e in events[:end] if e.action in ("alloc", "free", "free_requested")]
+
+
+def _frees_in_order(events: list[Event]) -> list[Event]:
+    """The same events, each run of frees sorted by size."""
+    ordered: list[Event] = []
+    for is_alloc, run in groupby(events, key=lambda e: e.action == "alloc"):
+        ordered += run if is_alloc else sorted(run, key=lambda e: e.requested_bytes)
+    return ordered
 
 
 def compare(left: Trace, right: Trace) -> Difference:
     """Where two traces part."""
-    a, b = memory_events(left), memory_events(right)
+    a, b = _frees_in_order(memory_events(left)), _frees_in_order(memory_events(right))
     key_a, key_b = [(e.action, e.requested_bytes) for e in a], [(e.action, e.requested_bytes) for e in b]
     index = next((i for i, (x, y) in enumerate(zip(key_a, key_b, strict=False)) if x != y), None)
     if index is None and len(a) != len(b):

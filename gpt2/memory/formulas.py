@@ -111,7 +111,7 @@ def block_saved(size: Widths, batch: int, length: int) -> list[Entry]:
 
 
 def ends_saved(size: Widths, batch: int, length: int) -> list[Entry]:
-    """What is kept outside the blocks: the last block's output, the final LayerNorm's, positions, the loss's weight."""
+    """What is kept outside the blocks: positions, the final LayerNorm's input and output, and what the loss needs."""
     BTD = batch * length * size.width
 
     def kept(name, numel, formula, bytes_each=FP32):
@@ -121,7 +121,7 @@ def ends_saved(size: Widths, batch: int, length: int) -> list[Entry]:
             kept("final LayerNorm input", BTD, "B·T·D"), kept("final LayerNorm output", BTD, "B·T·D"),
             kept("final LayerNorm mean and 1/std", 2 * batch * length, "2·B·T"),
             kept("targets in one piece", batch * length, "B·T", INT64),
-            kept("weight of the mean loss, and the loss", 2, "2")]
+            kept("weight of the mean", 1, "1"), kept("loss", 1, "1")]
 
 
 def saved(size: Widths, batch: int, length: int) -> list[Entry]:
@@ -139,9 +139,15 @@ def vocabulary_sized(size: Widths, batch: int, length: int) -> list[Entry]:
 
 
 def peak(size: Widths, batch: int, length: int, workspace_bytes: int = CUBLAS_WORKSPACE_BYTES) -> list[Entry]:
-    """What is alive when backward's log-softmax asks for the gradient of the logits; slack is not in it."""
-    return (fixed(size, batch, length, workspace_bytes) + saved(size, batch, length)
-            + vocabulary_sized(size, batch, length))
+    """What is alive when backward's log-softmax asks for the gradient of the logits; slack is not in it.
+
+    The loss's own backward is over by then: it has given back the targets and the weight of the mean.
+    """
+    used = ("targets in one piece", "weight of the mean")
+    return [*fixed(size, batch, length, workspace_bytes),
+            *(entry for entry in saved(size, batch, length) if entry.name not in used),
+            *vocabulary_sized(size, batch, length),
+            Entry("gradient of the loss", Category.TEMPORARIES, 1, FP32, "1")]
 
 
 # --- the published closed forms --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ optimizer's step. In backward the module is the one whose forward made the autog
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -26,8 +27,8 @@ _HERE = str(Path(__file__).parent)
 class Labels:
     """The labels of now. Hooks are installed by `install` and removed by `remove`."""
 
-    def __init__(self, claims: Claims, *, stacks: bool = False):
-        self.claims = claims
+    def __init__(self, claims: Claims, *, stacks: bool = False, forward_begins: Callable[[], None] = lambda: None):
+        self.claims, self.forward_begins = claims, forward_begins
         self.announced = ""  # phase set by watch, "" while nobody has
         self.step = 0
         self.path: list[str] = []  # modules whose forward is running, innermost last
@@ -98,6 +99,7 @@ class Labels:
 
     def _enter(self, module, args) -> None:
         if not self.path:
+            self.forward_begins()
             self.claims.module(module)
         if module not in self._names:
             for name, child in module.named_modules():

@@ -27,10 +27,9 @@ class Saved(NamedTuple):
 
 
 def saved_tensors(model: nn.Module, *inputs: Tensor) -> pd.DataFrame:
-    """Run `model(*inputs)` forward and list what autograd keeps: a row per storage, fields of `Saved`, in order of saving.
+    """Run `model(*inputs)` forward and list what autograd keeps, in order: a row per storage, columns as in `Saved`.
 
-    Module names are paths inside `model`, "" for itself. A checkpointed module keeps its input, which is not listed:
-    it is saved by the checkpoint, not by autograd.
+    Module names are paths inside `model`, "" for itself. Of a checkpointed module there is its input, nothing else.
     """
     known = {_storage(t) for t in (*model.parameters(), *model.buffers())}
     path: list[str] = []

@@ -148,6 +148,14 @@ def embedding(tracker, func, args, kwargs):
         return tracker.outputs(func(*args, **kwargs))
 
 
+@rule(aten.native_dropout.default)
+def dropout(tracker, func, args, kwargs):
+    """The bool mask is made before the output. Dropout.cu, dropout_cuda."""
+    out, mask = func(*args, **kwargs)
+    tracker.outputs((mask, out))
+    return out, mask
+
+
 def _round256(size: int) -> int:
     return (size + 255) // 256 * 256
 

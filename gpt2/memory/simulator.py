@@ -58,7 +58,8 @@ class SimulatedGpu:
                                           record=self._record)
         self.tracker = Tracker(self)
         self.position = 0  # allocations and frees so far
-        self.labels = Labels(Claims(self.tracker.block, lambda: self.position), stacks=stacks)
+        self.labels = Labels(Claims(self.tracker.block, lambda: self.position), stacks=stacks,
+                             forward_begins=self.driver.release_context_range)
         self.events: list[Event] = []
         self.marks: list[Mark] = []
         self.stream, self.streams, self._stream_stack = 0, 0, []

@@ -169,7 +169,7 @@ def _empty_layout(settings: dict) -> Layout:
 
 
 def _distinct(items: object, what: str) -> list:
-    """A list in which nothing stands twice: a pickle may repeat a value for two bytes, and so make a small file huge."""
+    """A list in which nothing stands twice: a pickle repeats a value for two bytes, and a small file could be huge."""
     if not isinstance(items, list):
         raise SnapshotError(f"the {what} are not a list")
     if len({*map(id, items)}) != len(items):

@@ -15,6 +15,11 @@ from gpt2.study import paths
 
 # Other users of the machine must not read along.
 CONFIG = Config({"KernelManager": {"transport_encryption": "auto"}})
+OPTIONS = [
+    "--KernelManager.transport_encryption=auto",
+    "--LabApp.news_url=None",
+    "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
+]
 
 
 def variables(home: Path) -> dict[str, str]:
@@ -42,21 +47,25 @@ def variables(home: Path) -> dict[str, str]:
     return fixed | {name: str(home / folder) for name, folder in inside.items()}
 
 
-def prepare(home: Path) -> None:
-    """Set the variables for this process and its children, and let the kernel `python3` be this interpreter."""
-    os.environ.update(variables(home))
+def prepare(home: Path) -> dict[str, str]:
+    """Write what Jupyter needs into `home`, and return the variables of a process that is to use it.
+
+    The kernel `python3` is this interpreter, whatever else is installed, and JupyterLab does not ask the network for
+    news.
+    """
+    chosen = variables(home)
     spec = get_kernel_dict(["--log-level=CRITICAL"]) | {"display_name": "Python 3"}
-    paths.write(Path(os.environ["JUPYTER_PATH"]) / "kernels" / "python3" / "kernel.json", json.dumps(spec).encode())
+    paths.write(Path(chosen["JUPYTER_PATH"]) / "kernels" / "python3" / "kernel.json", json.dumps(spec).encode())
+    settings = Path(chosen["JUPYTERLAB_SETTINGS_DIR"]) / "@jupyterlab/apputils-extension/notification.jupyterlab-settings"
+    if not settings.exists():
+        paths.write(settings, json.dumps({"fetchNews": "false", "checkForUpdates": False}).encode())
+    return chosen
 
 
 def main() -> None:
     """Become JupyterLab."""
-    prepare(paths.state())
-    options = [
-        f"--ServerApp.root_dir={paths.ROOT}",
-        "--LabApp.default_url=/lab/tree/notebooks",
-        "--KernelManager.transport_encryption=auto",
-    ]
+    os.environ.update(prepare(paths.state()))
+    options = [f"--ServerApp.root_dir={paths.ROOT}", "--LabApp.default_url=/lab/tree/notebooks", *OPTIONS]
     os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", *options, *sys.argv[1:]])
 
 

@@ -101,7 +101,7 @@ def plan(names: list[str], given: list[tuple[str, str]], *, fast: bool = False) 
 
 def run_all(jobs: list[Job], *, force: bool = False) -> int:
     """Run the jobs, a line each; a failing one does not stop the others. Returns 1 if any failed, else 0."""
-    lab.prepare(paths.state())
+    os.environ.update(lab.prepare(paths.state()))
     for folder in (paths.results(), paths.figures(), paths.notebooks()):
         paths.sweep(folder)
     failed = []
