@@ -92,10 +92,14 @@ def test_the_message_our_own_allocator_raises_is_read_back():
     assert (got.free_bytes, got.total_bytes, got.allowed_bytes) == (8 * MiB, 14 * GiB, 13 * GiB)
 
 
-@pytest.mark.parametrize("text", ["", "   ", "KeyError: 'wte'", "out of memory", "Killed", "x" * 100_000,
-                                  "out of memory " * 20_000, "9" * 200_000,
-                                  "Allocation on device 0 would exceed allowed memory " * 5_000, "RuntimeError: [enforce fail at alloc_cpu.cpp:114] "
-                                  "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."])
+HOST = ("RuntimeError: [enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory: you tried to "
+        "allocate 8 bytes.")
+LONG = ["x" * 100_000, "9" * 200_000, "out of memory " * 20_000,
+        "Allocation on device 0 would exceed allowed memory " * 5_000]
+
+
+@pytest.mark.parametrize("text", ["", "   ", "KeyError: 'wte'", "out of memory", "Killed", HOST, *LONG],
+                         ids=lambda text: text[:12])
 def test_anything_else_is_refused_in_one_clear_line(text):
     with pytest.raises(ValueError, match="out-of-memory message|host's memory") as refused:
         explain(text)
