@@ -12,11 +12,11 @@ import numpy as np
 from gpt2.study.palette import ALARM, COLOURS, MIB, MUTED, number
 from gpt2.study.walk import Walk
 
-WIDTH, HEIGHT = 430, 268
-LEFT, RIGHT, TOP, BOTTOM = 40, 352, 16, 236  # of the mountain
+WIDTH, HEIGHT = 430, 262
+LEFT, RIGHT, TOP, BOTTOM = 48, 352, 24, 240  # of the mountain
 BAR_LEFT, BAR_WIDTH = 378, 34
 LENS_HEIGHT, LENS_REACH = 74, 40
-_COLUMNS = 312
+_COLUMNS = 304
 
 
 def scale(walk: Walk) -> float:
@@ -32,16 +32,13 @@ def across(walk: Walk, i: float) -> float:
 def mountain(walk: Walk) -> str:
     """What does not move: the stacked step, axes, readings, blind spot and moments, as SVG elements."""
     k, columns = scale(walk), _columns(walk)
-    edges = [across(walk, i) for i in columns]
-    floor, parts = np.zeros(len(columns)), []
-    for j, category in enumerate(walk.categories):
-        top = floor + walk.stacks[columns, j]
-        if (top > floor).any():
-            up = " ".join(f"{x:.1f},{BOTTOM - k * y:.1f}" for x, y in zip(edges, top, strict=True))
-            down = " ".join(f"{x:.1f},{BOTTOM - k * y:.1f}" for x, y in zip(edges[::-1], floor[::-1], strict=True))
-            parts.append(f'<polygon points="{up} {down}" fill="{COLOURS[category]}"/>')
-        floor = top
-    return _ground(walk, k) + "".join(parts) + _marks(walk, k)
+    edges, tops = [across(walk, i) for i in columns], walk.stacks[columns].cumsum(axis=1)
+    layers = []  # painted from the top owner down, each to the floor: half the points of bands
+    for j in range(len(walk.categories) - 1, -1, -1):
+        if walk.stacks[columns, j].any():
+            layers.append(f'<path d="M{edges[0]:.0f} {BOTTOM}{_ridge(edges, BOTTOM - k * tops[:, j])}V{BOTTOM}Z" '
+                          f'fill="{COLOURS[walk.categories[j]]}"/>')
+    return _ground(walk, k) + "".join(layers) + _marks(walk, k)
 
 
 def moving(walk: Walk, i: int) -> str:
@@ -95,12 +92,13 @@ def words(walk: Walk, i: int) -> str:
             f"<span>{escape(who)}</span><em>{_verdict(i == walk.peak, unseen, high - walk.highest_reading)}</em>")
 
 
-def draw(walk: Walk, ground: str, i: int, *, zoomed: bool = False) -> str:
+def draw(walk: Walk, ground: str, i: int) -> str:
     """The whole picture of event `i` as HTML; `ground` is `mountain(walk)`, which is the same for all."""
-    magnified = f'<svg viewBox="0 0 {WIDTH} {LENS_HEIGHT}" class="lens">{lens(walk, i) if zoomed else ""}</svg>'
+    magnified = f'<svg viewBox="0 0 {WIDTH} {LENS_HEIGHT}" class="lens">{lens(walk, i)}</svg>'
     return (f'<div class="walk"><div class="picture"><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
             f'aria-label="memory during the step, stacked by owner">{ground}{moving(walk, i)}</svg>{magnified}</div>'
-            f'<div class="beside"><div class="words">{words(walk, i)}</div><table>{owners(walk, i)}</table></div></div>')
+            f'<div class="beside"><div class="words">{words(walk, i)}</div><table>{owners(walk, i)}</table></div>'
+            "</div>")
 
 
 def _verdict(at_peak: bool, unseen: bool, missed: int) -> str:
@@ -116,16 +114,24 @@ def _columns(walk: Walk) -> list[int]:
     return [int(group[totals[group].argmax()]) for group in groups]
 
 
+def _ridge(edges: list[float], heights: np.ndarray) -> str:
+    """A line through the points, without those that lie level between their neighbours."""
+    y = [f"{value:.1f}" for value in heights]
+    kept = [n for n in range(len(y)) if n in (0, len(y) - 1) or not y[n - 1] == y[n] == y[n + 1]]
+    return "".join(f"L{edges[n]:.0f} {y[n]}" for n in kept)
+
+
 def _ground(walk: Walk, k: float) -> str:
     """Axis, grid and the blind spot, behind the mountain."""
     step = next(s for s in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 10**9)
                 if max(walk.totals) / MIB / s < 5)
     levels = [n * step for n in range(int(max(walk.totals) / MIB / step) + 1)]
-    lines = "".join(f'<path d="M{LEFT} {BOTTOM - k * v * MIB:.1f}H{RIGHT}" stroke="currentColor" stroke-opacity=".14"/>'
-                    f'<text x="{LEFT - 5}" y="{BOTTOM - k * v * MIB + 4:.1f}" class="tick">{v:,}</text>' for v in levels)
+    lines = "".join(f'<path d="M{LEFT} {BOTTOM - k * v * MIB:.1f}H{RIGHT}" stroke="currentColor" '
+                    f'stroke-opacity=".14"/><text x="{LEFT - 5}" y="{BOTTOM - k * v * MIB + 4:.1f}" class="tick">{v:,}'
+                    '</text>' for v in levels)
     a, b = across(walk, walk.blind[0]), across(walk, walk.blind[1])
     spot = f'<rect x="{a:.1f}" y="{TOP - 4}" width="{max(b - a, 3):.1f}" height="{BOTTOM - TOP + 4}" fill="{ALARM}" '
-    return lines + f'<text x="{LEFT}" y="9">MiB</text>' + spot + 'fill-opacity=".22"/>'
+    return lines + f'<text x="{LEFT - 5}" y="10" class="tick">MiB</text>' + spot + 'fill-opacity=".22"/>'
 
 
 def _marks(walk: Walk, k: float) -> str:
@@ -141,9 +147,10 @@ def _marks(walk: Walk, k: float) -> str:
             names += f'<text x="{at:.1f}" y="{BOTTOM + 15}">{name}</text>'
             names += f'<path d="M{at:.1f} {BOTTOM}v5" stroke="currentColor"/>'
             last = at
-    return (f'<path d="M{LEFT} {level:.1f}H{RIGHT}" stroke="currentColor" stroke-dasharray="2 3" stroke-opacity=".7"/>{dots}'
-            f'<text x="{x + side * 6:.1f}" y="{y + 4:.1f}" text-anchor="{anchor}">peak {number(walk.totals[walk.peak] / MIB)}'
-            f'</text><text x="{RIGHT}" y="{level - 4:.1f}" text-anchor="end">highest reading '
+    most = number(walk.totals[walk.peak] / MIB)
+    return (f'<path d="M{LEFT} {level:.1f}H{RIGHT}" stroke="currentColor" stroke-dasharray="2 3" stroke-opacity=".7"/>'
+            f'{dots}<text x="{x + side * 5:.1f}" y="{y - 4:.1f}" text-anchor="{anchor}">peak {most}</text>'
+            f'<text x="{RIGHT}" y="{level - 4:.1f}" text-anchor="end">highest reading '
             f'{number(walk.highest_reading / MIB)}</text>'
             f'{names}<path d="M{LEFT} {BOTTOM}H{BAR_LEFT + BAR_WIDTH}" stroke="currentColor"/>'
             f'<text x="{BAR_LEFT + BAR_WIDTH / 2}" y="{BOTTOM + 15}" text-anchor="middle">now</text>')

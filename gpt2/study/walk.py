@@ -19,7 +19,7 @@ from gpt2.study.figures_step import blind_spot, window
 from gpt2.study.palette import mib
 
 BUTTONS = ("forward", "loss", "backward", "peak", "optimizer", "zero_grad")
-_SAID = {"alloc": "asked for", "free": "freed", "free_requested": "freed, still in use on another stream",
+SAID = {"alloc": "asked for", "free": "freed", "free_requested": "freed, still in use on another stream",
          "free_completed": "back in the pool", "segment_alloc": "new segment from the driver:",
          "segment_free": "segment given back to the driver:", "segment_map": "pages mapped by the driver:",
          "segment_unmap": "pages given back to the driver:", "oom": "out of memory, asked for"}
@@ -64,9 +64,11 @@ class Walk:
         """Where we are, what happened, and for whom."""
         event, (birth, category) = self.event(i), self.blocks.get(i, (None, None))
         where = f"event {i + 1:,} of {len(self):,} · {event.phase or 'between'}"
-        names = [name for name, at in self.moments.items() if at == i]
-        where += f" · {', '.join(names)}" if names else ""
-        what = f"{_SAID[event.action]} {mib(event.block_bytes, 3 if event.block_bytes < 2**20 else 1)}"
+        here = [n for n, at in enumerate(self.readings) if at == i]
+        if here:
+            count = "–".join(f"{n + 1}" for n in sorted({here[0], here[-1]}))
+            where += f" · reading {count} of {len(self.readings)}: {', '.join(self.reading_names[n] for n in here)}"
+        what = f"{SAID[event.action]} {mib(event.block_bytes, 3 if event.block_bytes < 2**20 else 1)}"
         if birth is None:
             return where, what, event.operator.removeprefix("aten.")
         shape = "×".join(f"{n:,}" for n in birth.shape)
@@ -75,8 +77,8 @@ class Walk:
         return where, what, who
 
     def frames(self, every: bool) -> list[int]:
-        """The stops of the slider: every event, or the readings and the peak between them."""
-        return list(range(len(self))) if every else sorted({*self.readings, self.peak})
+        """The stops of the slider: every event, or the readings and the moments between them."""
+        return list(range(len(self))) if every else sorted({*self.readings, *self.moments.values()})
 
 
 def walk_of(trace: Trace, *, step: int = 2, readings: Sequence[Mark] | None = None, recipe: str = "") -> Walk:

@@ -1,0 +1,82 @@
+"""The study's widgets as fragments of a page: HTML with its own style and script, no kernel, no network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from gpt2.memory.trace import Category, Mark, Trace
+from gpt2.study import svg
+from gpt2.study.palette import COLOURS
+from gpt2.study.walk import SAID, Walk, walk_of
+
+_HERE = Path(__file__).parent
+
+
+def walk_html(trace: Trace, *, step: int = 2, readings: Sequence[Mark] | None = None, recipe: str = "") -> str:
+    """The walk through a step as a fragment to put into any page: play, slider, keys, buttons, light and dark."""
+    walk = walk_of(trace, step=step, readings=readings, recipe=recipe)
+    buttons = "".join(f'<button data-to="{index}">{name}</button>' for name, index in walk.moments.items())
+    fields = "".join(f'<{tag} data-is="{name}"></{tag}>' for tag, name in (
+        ("b", "total"), ("span", "where"), ("span", "what"), ("span", "who"), ("em", "verdict")))
+    body = (
+        f'<div class="walk"><div class="picture"><svg viewBox="0 0 {svg.WIDTH} {svg.HEIGHT}" data-is="picture" '
+        f'role="img" aria-label="memory during the step, stacked by owner">{svg.mountain(walk)}<g data-is="bar"></g>'
+        '<path data-is="cursor" stroke="currentColor" fill="none"/>'
+        '<circle data-is="dot" r="3" fill="currentColor"/></svg>'
+        f'<svg viewBox="0 0 {svg.WIDTH} {svg.LENS_HEIGHT}" class="lens" data-is="lens"></svg>'
+        '<div class="controls"><button data-is="play" aria-label="play">▶</button>'
+        '<input type="range" min="0" step="1" value="0" data-is="slider" aria-label="moment of the step"></div></div>'
+        f'<div class="beside"><div class="words">{fields}</div>'
+        f'<table data-is="owners">{svg.owners(walk, walk.peak)}</table></div></div>'
+        f'<div class="controls">{buttons}<label><input type="checkbox" data-is="level"> every event</label></div>'
+        f"<small>{escape(walk.about)} · keys: ← → and space</small>")
+    return fragment("walk", body, _step(walk))
+
+
+def fragment(name: str, body: str, data: dict) -> str:
+    """A page's fragment: the style, the body and the script `name`.js, given the fragment and `data`."""
+    style = "".join(_read(file) for file in ("walk.css", "page.css"))
+    packed = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    script = f"{_read(f'{name}.js').strip()}(document.currentScript.parentElement, {packed});"
+    return (f'<section class="study-widget" tabindex="-1"><style>{style}</style>{body}<script>{script}</script>'
+            "</section>")
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text(encoding="utf-8")
+
+
+def _step(walk: Walk) -> dict:
+    """What the script needs to know of a step, as few numbers as will do."""
+    owner, size, action, by, phase = [], [], [], [], []
+    who: dict[str, int] = {}
+    phases: dict[str, int] = {}
+    said = list(SAID)
+    blocks, blocks_over = [], []
+    index = {category: j for j, category in enumerate(walk.categories)}
+    for i in range(len(walk)):
+        event, (birth, category) = walk.event(i), walk.blocks.get(i, (None, None))
+        sign = 0 if birth is None else 1 if event.action == "alloc" else -1
+        owner.append(-1 if birth is None else index[category])
+        blocks.append(sign * birth.requested_bytes if birth else 0)
+        blocks_over.append(sign * (birth.block_bytes - birth.requested_bytes) if birth else 0)
+        size.append(event.block_bytes)
+        action.append(said.index(event.action))
+        by.append(who.setdefault(walk.words(i)[2], len(who)))
+        phase.append(phases.setdefault(event.phase, len(phases)))
+    before = walk.stacks[0].tolist()
+    if owner[0] >= 0:
+        before[owner[0]] -= blocks[0]
+        before[index[Category.SLACK]] -= blocks_over[0]
+    return {
+        "before": before, "owner": owner, "bytes": blocks, "over": blocks_over, "size": size, "action": action,
+        "by": by, "phase": phase, "who": list(who), "phases": list(phases), "said": list(SAID.values()),
+        "slack": index[Category.SLACK], "colours": [COLOURS[category] for category in walk.categories],
+        "readings": list(walk.readings), "names": list(walk.reading_names), "moments": walk.moments,
+        "blind": list(walk.blind),
+        "geometry": {"left": svg.LEFT, "right": svg.RIGHT, "top": svg.TOP, "bottom": svg.BOTTOM,
+                     "lens": svg.LENS_HEIGHT, "bar_left": svg.BAR_LEFT, "bar_width": svg.BAR_WIDTH,
+                     "reach": svg.LENS_REACH}}
