@@ -99,10 +99,10 @@ class History:
     def events(self) -> list[Event]:
         """What was there, then what happened, each block with its size."""
         events = [Event("segment_map" if s.expandable else "segment_alloc", s.address, s.size, s.size, s.stream,
-                        step=-1, phase=BEFORE) for s in sorted(self.layout.segments.values())]
+                        phase=BEFORE) for s in sorted(self.layout.segments.values())]
         for address, size in self._place_older():
             requested, stream, stack, _, pending = self.older[address]
-            events += [Event(action, address, requested, size, stream, step=-1, phase=BEFORE, stack=stack)
+            events += [Event(action, address, requested, size, stream, phase=BEFORE, stack=stack)
                        for action in (("alloc", "free_requested") if pending else ("alloc",))]
         i, entries = 0, self.entries
         while i < len(entries):
@@ -128,7 +128,7 @@ class History:
             layout.add_segment(Segment(address, size, entry.stream, action == "segment_map"))
         elif action in ("segment_free", "segment_unmap"):
             layout.remove_segment(address, size)
-        step, phase, module, operator, category = entry.labels or (-1, "", "", "", "")
+        step, phase, module, operator, category = entry.labels or (0, "", "", "", "")
         return Event(action, address, size, block, entry.stream, step, phase, module, operator, category=category,
                      stack=entry.stack)
 

@@ -24,11 +24,11 @@ PHASES = ("model", "forward", "backward", "clip", "optimizer", "zero_grad")
 
 
 def label(trace: Trace, parameters: Mapping[int, str]) -> Trace:
-    """The trace with phase, step and category filled in where they were empty (step: -1). `parameters` names addresses.
+    """The trace with phase, step and category filled in where they were empty (step: 0). `parameters` names addresses.
     """
     phases = _phases(trace)
     steps = _steps(trace.events, phases)
-    events = [Event(*e[:5], e.step if e.step >= 0 else step, e.phase or phase, *e[7:])
+    events = [Event(*e[:5], e.step or step, e.phase or phase, *e[7:])
               for e, phase, step in zip(trace.events, phases, steps, strict=True)]
     trace = Trace(events, trace.marks, trace.stacks, trace.meta)
     for block, category in zip(blocks := trace.blocks(), _categories(trace, blocks, parameters), strict=True):
@@ -81,7 +81,7 @@ def _steps(events: list[Event], phases: list[str]) -> list[int]:
     runs = Counter(b for a, b in zip(["", *asked], asked, strict=False) if a != b)
     last = ("optimizer", "zero_grad") if runs["optimizer"] + runs["zero_grad"] > 1 else ("backward",)
     model = max((i for i, p in enumerate(phases) if p == "model"), default=-1)
-    step, over, steps = -1, True, []
+    step, over, steps = 0, True, []
     for i, (event, phase) in enumerate(zip(events, phases, strict=True)):
         if i > model and phase == "forward" and event.action == "alloc" and over:
             step, over = step + 1, False

@@ -245,7 +245,7 @@ class _Machine:
     def _container(self, value: object) -> None:
         self.containers += 1
         if self.containers > self.most:
-            raise SnapshotError(f"more than {self.most:,} containers in {len(self.data):,} bytes: not a memory snapshot")
+            raise SnapshotError(f"more than {self.most:,} containers in {len(self.data):,} bytes: no memory snapshot")
         self.stack.append(value)
 
     def op_empty_dict(self) -> None:

@@ -125,7 +125,7 @@ def _labels(item: dict) -> tuple:
         raise SnapshotError("an entry has labels that are not ours")
     if words[-1] not in _CATEGORIES:
         words[-1] = ""
-    return max(-1, min(step, 2**31)), *words
+    return max(0, min(step, 2**31)), *words
 
 
 def _segments(raw: list, device: int, stacks: _Stacks) -> tuple[list[Segment], dict[int, Known]]:

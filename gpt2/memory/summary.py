@@ -102,7 +102,7 @@ def _steps(trace: Trace, allocated: list[int]) -> list[dict]:
         row = rows.setdefault(event.step, {"step": event.step, "peak_allocated_bytes": 0})
         row["peak_allocated_bytes"] = max(row["peak_allocated_bytes"], now)
         row["end_allocated_bytes"] = now
-    steps, before = [row for step, row in sorted(rows.items()) if step >= 0], None
+    steps, before = [row for step, row in sorted(rows.items()) if step > 0], None
     for row in steps:
         row["growth_bytes"] = 0 if before is None else row["end_allocated_bytes"] - before
         before = row["end_allocated_bytes"]
@@ -114,8 +114,8 @@ def _growth(trace: Trace, blocks: list[Block], at_most: int) -> list[dict]:
 
     The first step makes what stays for good (optimizer state), the last one may not have ended: both are left out.
     """
-    last = max((e.step for e in trace.events), default=-1)
-    staying = [b for b in blocks if 0 < b.event.step < last
+    last = max((e.step for e in trace.events), default=0)
+    staying = [b for b in blocks if 1 < b.event.step < last
                and (b.died is None or trace.events[b.died].step > b.event.step + 1)]
     return _shares(((owner(trace, b), b) for b in staying), "owner", at_most)
 
