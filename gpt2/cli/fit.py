@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from gpt2.cli import options, tables
-from gpt2.cli.predict import advised, host_memory
-from gpt2.memory.answer import request
-
-_IDS_LIMIT = 2**26  # tokens of a step that are tried: their ids take 512 MiB of this machine's memory
+from gpt2.cli.predict import advice, host_memory
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of predict; --batch or --length says where the search begins."""
-    parser.add_argument("--what", choices=("batch", "length"), default="batch", help="what to make larger (default batch)")
+    parser.add_argument("--what", default="batch", metavar="WHAT", help="batch (default) or length")
     options.add_card(parser)
     options.add_recipe(parser)
     options.add_output(parser)
@@ -24,27 +20,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Search and print."""
+    what = arguments.what
+    if what not in ("batch", "length"):
+        raise options.UserError(f"--what {what!r} is not one of: batch, length")
     gpu = options.card(arguments)
     experiment = options.experiment(arguments)
+    from gpt2.study import fit
+
     with host_memory():
-        found = fit(experiment, gpu, arguments.what, arguments.torch)
-    too_much = replace(experiment.recipe, **{arguments.what: (found["next"] or {}).get(arguments.what, 1)})
-    if arguments.advise and found["next"]:
-        found["advice"] = advised(replace(experiment, recipe=too_much), gpu, arguments.torch)
-    print(json.dumps(found, indent=1) if arguments.json else _text(found, experiment, arguments.what, too_much))
+        search = fit.largest(experiment, gpu, what, arguments.torch)
+    found = {"kind": "predicted", "gpu": gpu.name, "torch": arguments.torch or options.installed_torch(),
+             "recipe": asdict(experiment.recipe), **fit.as_json(search, what)}
+    if arguments.advise and search.next:
+        found["advice"] = advice(fit.with_(experiment, **{what: search.next.number}), gpu, arguments)
+    print(json.dumps(found, indent=1) if arguments.json else _text(found, experiment, what))
 
 
-def fit(experiment, gpu, what: str = "batch", torch_release: str | None = None) -> dict:
-    """The largest `what` of the experiment's recipe on a card, as JSON has it."""
-    from gpt2.memory.fit import Trial, search
-    from gpt2.memory.trace import Trace
-    from gpt2.study.experiments import predict
-
-    recipe, meta = experiment.recipe, {}
-
-    def attempt(number: int) -> Trial:
-        trace: Trace = predict(replace(experiment, recipe=replace(recipe, **{what: number})), gpu, torch_release=torch_release)
-        meta.update(trace.meta)
-        allocated, failure = trace.allocated_bytes(), trace.meta["out_of_memory"]
-        later = trace.later()
-        return Trial(number, failure is None, max(allocated), max(trace.reserved_bytes()), allocated[-1], failure)
+def _text(found: dict, experiment, what: str) -> str:
+    best, after = found[f"largest_{what}"], found["next"]
+    conf = f", {experiment.alloc_conf}" if experiment.alloc_conf else ""
+    limit = f", limit {experiment.limit_mib:,} MiB" if experiment.limit_mib else ""
+    lines = [f"predicted for {found['gpu']}, torch {found['torch']}{limit}{conf}: {experiment.recipe.describe()}"]
+    lines.append(f"largest {what}: {best:,}" if best else f"not even {what} 1 fits")
+    if after:
+        lines.append(f"{what} {after[what]:,} runs out at {tables.request(after)}")
+    else:
+        lines.append("the model's context is the end" if what == "length" else
+                     f"and more may fit: the search ends where a step has {best * experiment.recipe.length:,} tokens")
+    lines += ["", f"  {what:<10}{'':<6}{'peak allocated':>18}{'peak reserved':>18}"]
+    for row in sorted(found["tried"], key=lambda row: row[what]):
+        peaks = f"{tables.mib(row['peak_allocated_bytes']):>18}{tables.mib(row['peak_reserved_bytes']):>18}"
+        lines.append(f"  {row[what]:<10}{'fits' if row['fits'] else 'fails':<6}{peaks}")
+    return "\n".join([*lines, *tables.advice_lines(found.get("advice"), f"{what} {after[what]:,}" if after else "")])

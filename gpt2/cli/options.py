@@ -101,8 +101,9 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=positive, metavar="N", help=f"another {name} than the model's")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """For programs."""
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """What is printed."""
+    parser.add_argument("--advise", action="store_true", help="if it does not fit: the cheapest changes that help")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 

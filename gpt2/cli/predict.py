@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from contextlib import contextmanager
 
 from gpt2.cli import options, tables
@@ -14,7 +15,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Card, step, output."""
     options.add_card(parser)
     options.add_recipe(parser)
-    options.add_json(parser)
+    options.add_output(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -22,6 +23,8 @@ def run(arguments: argparse.Namespace) -> None:
     gpu = options.card(arguments)
     experiment = options.experiment(arguments)
     found = predicted(experiment, gpu, arguments.torch)
+    if arguments.advise and not found["fits"]:
+        found["advice"] = advice(experiment, gpu, arguments)
     show(found, experiment, arguments.json)
 
 
@@ -34,6 +37,14 @@ def predicted(experiment, gpu, torch_release: str | None) -> dict:
         return answer(predict(experiment, gpu, torch_release=torch_release))
 
 
+def advice(experiment, gpu, arguments: argparse.Namespace) -> list[dict]:
+    """What would make it fit; a line on standard error for each trial, because they take a second each."""
+    from gpt2.study.advise import advise
+
+    with host_memory():
+        return advise(experiment, gpu, arguments.torch, tell=lambda line: print(line, file=sys.stderr, flush=True))
+
+
 def show(found: dict, experiment, as_json: bool) -> None:
     """Print an answer."""
     if as_json:
@@ -42,7 +53,7 @@ def show(found: dict, experiment, as_json: bool) -> None:
     limit = f", limit {experiment.limit_mib:,} MiB" if experiment.limit_mib else ""
     conf = f", {experiment.alloc_conf}" if experiment.alloc_conf else ""
     title = f"{found['kind']} for {found['gpu']}, torch {found['torch']}{limit}{conf}: {experiment.recipe.describe()}"
-    print(tables.answer_text(found, title))
+    print("\n".join([tables.answer_text(found, title), *tables.advice_lines(found.get("advice"), "this step")]))
 
 
 @contextmanager

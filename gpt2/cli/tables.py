@@ -36,3 +36,15 @@ def request(what: dict) -> str:
     who = " in ".join(filter(None, (what["operator"], what["module"]))) or "a tensor"
     when = f"step {what['step']}" if what["step"] else "before the first step"
     return f"{mib(what['requested_bytes'])} for {who} ({', '.join(filter(None, (what['phase'], when)))})"
+
+
+def advice_lines(rows: list[dict] | None, what: str) -> list[str]:
+    """What would make it fit, cheapest first."""
+    if not rows:
+        return []
+    fits, none = f"What makes {what} fit, cheapest first", f"Nothing makes {what} fit; everything at once"
+    lines = ["", fits if rows[0]["fits"] else none, f"  {'peak allocated':>16}{'peak reserved':>18}"]
+    for row in rows:
+        lines += [f"  {mib(row['peak_allocated_bytes']):>16}{mib(row['peak_reserved_bytes']):>18}  {row['changes']}",
+                  f"  {'':>36}({row['price']})"]
+    return lines

@@ -10,8 +10,8 @@ from gpt2.memory.trace import Category, Trace
 _REQUEST = ("step", "phase", "module", "operator", "requested_bytes")
 
 
-def answer(trace: Trace, *, whole_run: bool = False) -> dict:
-    """What a trace says, ready for JSON.
+def answer(trace: Trace, *, whole_run: bool = False, owners: bool = True) -> dict:
+    """What a trace says, ready for JSON; without `owners` the ledger is left out.
 
     Peaks, the request that set the peak and the ledger are those of the steps after the first, which alone is not
     representative. Where there is no later step (a run of one step, or one that ran out of memory in its first step or
@@ -20,7 +20,7 @@ def answer(trace: Trace, *, whole_run: bool = False) -> dict:
     """
     failure = trace.meta.get("out_of_memory")
     spans = _spans(trace)
-    later = [first for step, first, _ in spans if step > 1]
+    later = [begin for step, begin, _ in spans if step > 1]
     first = 0 if whole_run or not later else later[0]
     allocated, reserved = trace.allocated_bytes(), trace.reserved_bytes()
     peak = _highest(allocated, first, len(trace))
@@ -32,13 +32,14 @@ def answer(trace: Trace, *, whole_run: bool = False) -> dict:
         "peak_reserved_bytes": max(reserved[max(first - 1, 0):], default=0),
         "per_step": [{"step": step, "peak_allocated_bytes": allocated[_highest(allocated, begin, end)],
                       "peak_reserved_bytes": max(reserved[max(begin - 1, 0):end])} for step, begin, end in spans],
-        "peak": _request(trace.events[peak]._asdict()) if trace.events else None,
-        "ledger": ledger(trace, peak),
-        "out_of_memory": None if failure is None else _request(failure),
+        "peak": request(trace.events[peak]._asdict()) if trace.events else None,
+        "ledger": ledger(trace, peak) if owners else [],
+        "out_of_memory": None if failure is None else request(failure),
     }
 
 
-def _request(fields: dict) -> dict:
+def request(fields: dict) -> dict:
+    """Who asked for how much, of an event or of a failure."""
     return {key: fields.get(key, 0 if key in ("step", "requested_bytes") else "") for key in _REQUEST}
 
 

@@ -21,10 +21,19 @@ from gpt2.memory.trace import Block, Category, Event, Trace
 
 MIB = 2**20
 SETUP = ("warmup", "model", "optimizer init", "batch")
+RECOMPUTE = "recompute"
 RESIDUAL = "residual"
 _OWNERS = tuple(c for c in Category if c is not Category.OUTSIDE)
 _COLUMN = {category: i for i, category in enumerate(_OWNERS)}
 _BY_VALUE = {category.value: category for category in Category}
+
+_TENSORS_OF_KERNELS = {"softmax backward: grad * output", "embedding: contiguous indices"}  # names of scratch.py
+
+# A recording has no name for what a kernel or library takes besides its outputs; it has no shape either.
+_PRODUCTS = {"aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"}
+_LASTING_WORKSPACES = {8_519_680, 33_554_432, 1_048_576}  # cuBLAS before and from Hopper, cuBLASLt: scratch.py
+_SCRATCH_TAKERS = {"aten.sum", "aten.mean", "aten.embedding_dense_backward", "aten._cudnn_attention_forward",
+                   "aten._cudnn_attention_backward"}
 
 
 class Peak(NamedTuple):
@@ -170,29 +179,40 @@ def peak_owner(trace: Trace, steps=None) -> Peak:
 class _Facts(NamedTuple):
     """What the rules need to know of the trace as a whole."""
 
-    run: list[int]  # number of the stretch of one phase that each event is in
-    module_run: list[int]  # and of the stretch of one module
+    phase: list[str]  # at each event; a recomputation belongs to the phase it happens in
+    phase_run: list[int]  # number of the stretch of one such phase that each event is in
+    run: list[int]  # the same with recomputations as stretches of their own
+    module_run: list[int]  # number of the stretch of one module
     vocabulary: int  # 0 if unknown
+    logits: int  # elements of all logits, 0 if unknown
     parameter_shapes: frozenset[tuple[int, ...]]
+    parameter_bytes: frozenset[int]
 
 
 def _categorise(trace: Trace, blocks: list[Block]) -> list[Category]:
     facts = _facts(trace)
-    return [_BY_VALUE.get(block.event.category) or _rule(block, facts) for block in blocks]
+    return [_claimed(block.event) or _rule(block, facts) for block in blocks]
+
+
+def _claimed(event: Event) -> Category | None:
+    """What the event carries. A tensor that a kernel makes for itself is no library's workspace, but a temporary."""
+    return Category.TEMPORARIES if event.operator in _TENSORS_OF_KERNELS else _BY_VALUE.get(event.category)
 
 
 def _facts(trace: Trace) -> _Facts:
     events = trace.events
     vocabulary = trace.meta.get("vocabulary") or next(
         (e.shape[-1] for e in events if e.operator.startswith("aten._log_softmax") and e.shape), 0)
-    shapes = frozenset(_bare(e.shape) for e in events if e.category == Category.PARAMETERS.value and e.shape)
-    modules = [e for e in events if e.action == "alloc"]  # frees carry no module
-    names = iter(_stretches([e.module for e in modules]))
-    module_run, current = [], 0
-    for event in events:
-        current = next(names) if event.action == "alloc" else current
-        module_run.append(current)
-    return _Facts(_stretches([(e.step, e.phase) for e in events]), module_run, vocabulary, shapes)
+    parameters = [e for e in events if e.category == Category.PARAMETERS.value]
+    steps = [e.step for e in events]
+    phases = list(accumulate((e.phase for e in events), lambda now, new: now if new == RECOMPUTE else new))
+    # A free carries no module: it belongs to the stretch of the allocation before it.
+    modules = list(accumulate((e.module if e.action == "alloc" else None for e in events),
+                              lambda now, new: now if new is None else new))
+    return _Facts(
+        phases, _stretches(list(zip(steps, phases, strict=True))), _stretches([(e.step, e.phase) for e in events]),
+        _stretches(modules), vocabulary, vocabulary * trace.meta.get("tokens", 0),
+        frozenset(_bare(e.shape) for e in parameters if e.shape), frozenset(e.requested_bytes for e in parameters))
 
 
 def _stretches(labels: list) -> list[int]:
@@ -209,19 +229,27 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _rule(block: Block, facts: _Facts) -> Category:
     """The owner of a block that nobody claimed."""
-    event = block.event
-    outlives = block.died is None or facts.run[block.died] != facts.run[block.born]
-    if event.phase in SETUP:
+    event, phase = block.event, facts.phase[block.born]
+    outlives = _outlives(block, facts.phase_run)
+    if _is_workspace(block, outlives):
+        return Category.WORKSPACE
+    if phase in SETUP:
         return _of_setup(event, outlives)
-    if facts.vocabulary and len(event.shape) > 1 and event.shape[-1] == facts.vocabulary < prod(event.shape):
+    if _is_logits(event, facts):
         return Category.LOSS
-    if event.phase in ("forward", "recompute"):
+    if event.phase == RECOMPUTE and phase == "backward":
+        return Category.ACTIVATIONS if _outlives(block, facts.run) else Category.TEMPORARIES
+    if phase == "forward":
         return Category.ACTIVATIONS if outlives else Category.TEMPORARIES
-    if event.phase == "backward":
+    if phase == "backward":
         return Category.GRADIENTS if _is_gradient(block, outlives, facts) else Category.TEMPORARIES
-    if event.phase == "optimizer" and outlives:
+    if phase == "optimizer" and outlives:
         return Category.OPTIMIZER
-    return Category.INPUTS if outlives and not event.phase else Category.TEMPORARIES
+    return Category.INPUTS if outlives and not phase else Category.TEMPORARIES
+
+
+def _outlives(block: Block, runs: list[int]) -> bool:
+    return block.died is None or runs[block.died] != runs[block.born]
 
 
 def _of_setup(event: Event, outlives: bool) -> Category:
@@ -231,9 +259,31 @@ def _of_setup(event: Event, outlives: bool) -> Category:
     return Category.PARAMETERS if event.phase == "model" else Category.INPUTS
 
 
+def _is_logits(event: Event, facts: _Facts) -> bool:
+    """Rows of the vocabulary's width, all or a chunk of them; without a shape, the bytes of all in 16 or 32 bits."""
+    if not event.shape:
+        return facts.logits > 0 and event.requested_bytes in (2 * facts.logits, 4 * facts.logits)
+    return len(event.shape) > 1 and event.shape[-1] == facts.vocabulary < prod(event.shape)
+
+
+def _is_workspace(block: Block, outlives: bool) -> bool:
+    """Taken by a product of matrices and never given back, in a size that libraries take; or scratch of a kernel."""
+    event = block.event
+    if event.shape:
+        return False
+    if event.operator in _PRODUCTS:
+        return block.died is None and event.requested_bytes in _LASTING_WORKSPACES
+    return event.operator in _SCRATCH_TAKERS and not outlives
+
+
 def _is_gradient(block: Block, outlives: bool, facts: _Facts) -> bool:
-    """Made in backward, shaped like a parameter, and alive beyond backward, or at least beyond the module at work: so
+    """Made in backward, as large as a parameter, and alive beyond backward, or at least beyond the module at work: so
     the head's half of a tied gradient counts, which waits for the embedding's half."""
-    if not facts.parameter_shapes or _bare(block.event.shape) not in facts.parameter_shapes:
-        return outlives and not facts.parameter_shapes
-    return outlives or facts.module_run[block.died] != facts.module_run[block.born]
+    event = block.event
+    if not facts.parameter_bytes:
+        return outlives
+    if event.shape and facts.parameter_shapes:
+        fits = _bare(event.shape) in facts.parameter_shapes
+    else:
+        fits = event.requested_bytes in facts.parameter_bytes
+    return fits and (outlives or _outlives(block, facts.module_run))

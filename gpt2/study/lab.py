@@ -56,9 +56,9 @@ def prepare(home: Path) -> dict[str, str]:
     chosen = variables(home)
     spec = get_kernel_dict(["--log-level=CRITICAL"]) | {"display_name": "Python 3"}
     paths.write(Path(chosen["JUPYTER_PATH"]) / "kernels" / "python3" / "kernel.json", json.dumps(spec).encode())
-    settings = Path(chosen["JUPYTERLAB_SETTINGS_DIR"]) / "@jupyterlab/apputils-extension/notification.jupyterlab-settings"
+    settings = Path(chosen["JUPYTERLAB_SETTINGS_DIR"]) / "@jupyterlab" / "apputils-extension"
     if not settings.exists():
-        paths.write(settings, json.dumps({"fetchNews": "false", "checkForUpdates": False}).encode())
+        paths.write(settings / "notification.jupyterlab-settings", json.dumps({"fetchNews": "false", "checkForUpdates": False}).encode())
     return chosen
 
 
