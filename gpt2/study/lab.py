@@ -58,7 +58,8 @@ def prepare(home: Path) -> dict[str, str]:
     paths.write(Path(chosen["JUPYTER_PATH"]) / "kernels" / "python3" / "kernel.json", json.dumps(spec).encode())
     settings = Path(chosen["JUPYTERLAB_SETTINGS_DIR"]) / "@jupyterlab" / "apputils-extension"
     if not settings.exists():
-        paths.write(settings / "notification.jupyterlab-settings", json.dumps({"fetchNews": "false", "checkForUpdates": False}).encode())
+        quiet = {"fetchNews": "false", "checkForUpdates": False}
+        paths.write(settings / "notification.jupyterlab-settings", json.dumps(quiet).encode())
     return chosen
 
 
