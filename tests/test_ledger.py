@@ -10,6 +10,7 @@ from gpt2.memory.ledger import Ledger
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.trace import Block, Category, Event, Mark, Trace
 from gpt2.step import Recipe, Training
+from gpt2.study.paths import ROOT
 
 MIB = 2**20
 TINY = {"model": "tiny", "batch": 4, "length": 16}
@@ -142,7 +143,7 @@ def test_attention_scores_are_temporaries_and_probabilities_activations(base):
 
 
 def test_recomputed_activations_are_activations_for_a_moment():
-    ledger = Ledger(simulate(batch=2, checkpoint="block"))
+    ledger = Ledger(simulate(2, batch=2, checkpoint="block"))
     timeline = ledger.timeline([2])
     forward = timeline[timeline.phase == "forward"][Category.ACTIVATIONS.value]
     later = timeline[timeline.phase.isin(["recompute", "backward"])][Category.ACTIVATIONS.value]
@@ -154,12 +155,12 @@ def test_recomputed_activations_are_activations_for_a_moment():
 
 
 def test_chunked_logits_are_the_loss():
-    ledger = Ledger(simulate(batch=2, loss="chunked"))
+    ledger = Ledger(simulate(2, batch=2, loss="chunked"))
     assert ledger.timeline([2])[Category.LOSS.value].max() == 3 * 2 * 1024 * 50_257 * 4 // 8
 
 
 def test_without_gradients_kept_there_are_only_a_few():
-    plain, stepping = (Ledger(simulate(batch=1, step_in_backward=value)).timeline([2])[Category.GRADIENTS.value].max()
+    plain, stepping = (Ledger(simulate(**TINY, step_in_backward=value)).timeline([2])[Category.GRADIENTS.value].max()
                        for value in (False, True))
     assert stepping < plain * 0.65
 
@@ -209,6 +210,22 @@ def test_one_rule_at_a_time(event, died, expected):
     trace = Trace([event, event._replace(action="free"), parameter, event._replace(action="free", phase="later")],
                   meta={"vocabulary": 7})
     assert ledgers._categorise(trace, [Block(0, died, event)]) == [expected]
+
+
+@pytest.mark.parametrize("name", ["base", "checkpoint", "chunked", "bf16"])
+def test_a_recording_and_its_prediction_have_the_same_owners(name):
+    """The recording knows shapes only where the profiler does, and no library's name; what was predicted knows all."""
+    recorded = Ledger(Trace.load(ROOT / "results" / "measured" / "h200" / "traces" / f"{name}.json.gz"))
+    recipe = recorded.trace.meta["recipe"]
+    with SimulatedGpu("H200", torch="2.11.0") as card:
+        training = Training(Recipe(**recipe), watch=card.watch)
+        for step in (1, 2):
+            training.step(step)
+    predicted = Ledger(card.trace(vocabulary=50_257, tokens=recipe["batch"] * recipe["length"]))
+    assert not recorded.timeline().residual_bytes.any()
+    assert not recorded.unexplained().residual_bytes.any()
+    tables = [bytes_of(ledger, ledger.peak_owner([2]).index) for ledger in (recorded, predicted)]
+    assert tables[0].to_dict() == tables[1].to_dict()
 
 
 # --- questions ------------------------------------------------------------------------------------------------------

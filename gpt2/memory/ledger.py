@@ -237,7 +237,7 @@ def _rule(block: Block, facts: _Facts) -> Category:
         return _of_setup(event, outlives)
     if _is_logits(event, facts):
         return Category.LOSS
-    if event.phase == RECOMPUTE and phase == "backward":
+    if event.phase == RECOMPUTE and phase != "forward":
         return Category.ACTIVATIONS if _outlives(block, facts.run) else Category.TEMPORARIES
     if phase == "forward":
         return Category.ACTIVATIONS if outlives else Category.TEMPORARIES
