@@ -47,13 +47,18 @@ def advise(experiment: Experiment, gpu: gpus.Gpu, torch_release: str | None = No
            tell: Callable[[str], None] = lambda line: None) -> list[dict]:
     """The cheapest changes that make the experiment fit, cheapest first: changes, price, fits and peaks of each.
 
-    Single changes and sets of up to three are predicted in the order of their price. A set is left out if a part of it
-    fits already, or if what its parts save alone gives no hope. If nothing fits, the answer is everything at once, with
-    `fits` false. `tell` gets a line for each trial.
+    Everything at once is predicted first: if that does not fit, it is the answer, with `fits` false. Then single
+    changes and sets of up to three, in the order of their price. A set is left out if a part of it fits already, or if
+    what its parts save alone gives no hope. Trials have two steps: a third one peaks like the second. `tell` gets a
+    line for each.
     """
+    experiment = replace(experiment, steps=min(experiment.steps, 2), lengths=experiment.lengths[:2])
     trial = _Trial(gpu, torch_release, min(gpu.free_bytes_at_start, experiment.limit_bytes or math.inf), tell)
-    before = trial(experiment, ())["peak_reserved_bytes"]
     changes = sorted(_applicable(experiment), key=lambda change: change.weight)
+    everything = trial(experiment, _everything(changes))
+    if not everything["fits"]:
+        return [_as_json(everything)]
+    before = trial(experiment, ())["peak_reserved_bytes"]
     share: dict[Change, float] = {}
     found: list[dict] = []
     for chosen in _sets(changes):
@@ -65,7 +70,7 @@ def advise(experiment: Experiment, gpu: gpus.Gpu, torch_release: str | None = No
             found += [row] if row["fits"] else []
             if len(chosen) == 1:
                 share[chosen[0]] = row["peak_reserved_bytes"] / before
-    return [_as_json(row) for row in found or [trial(experiment, _everything(changes))]]
+    return [_as_json(row) for row in found or [everything]]
 
 
 class _Trial:
@@ -132,5 +137,5 @@ def _options(chosen: tuple[Change, ...]) -> str:
 
 
 def _as_json(row: dict) -> dict:
-    return {"changes": _options(row["set"]), "price": "; ".join(change.price for change in row["set"]),
+    return {"changes": _options(row["set"]), "price": "; ".join(dict.fromkeys(change.price for change in row["set"])),
             **{key: row[key] for key in ("fits", "peak_allocated_bytes", "peak_reserved_bytes")}}
