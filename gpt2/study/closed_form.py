@@ -119,8 +119,9 @@ def _of(entries: list[formulas.Entry]) -> list[Term]:
 
 
 def _fixed(setting: Setting) -> list[Term]:
-    """Between two steps. Fused attention has no masks."""
-    terms = _of(formulas.fixed(setting, 1, 1))
+    """Between two steps, and the allocator's slack as published. Fused attention has no masks."""
+    slack = Term(Category.SLACK, 1, str(formulas.PUBLISHED_SLACK_BYTES))
+    terms = [*_of(formulas.fixed(setting, 1, 1)), slack]
     return terms if setting.attention == "explicit" else [term for term in terms if term.formula != "L·C²"]
 
 
@@ -143,7 +144,7 @@ def _kept(setting: Setting) -> list[Term]:
     block = [Term(_A, 4, "B·T·D")] if setting.checkpoint == "block" else _block(setting)
     ends = _of(formulas.ends_saved(setting, 1, 1)) if not half else [Term(_A, 4, "B·T·D"), Term(_A, 2, "B·T·D")]
     cast = [Term(_A, 2, "V·D")] if setting.loss == "full" else []
-    cast += [Term(_A, 2, "12·L·D²")] if setting.checkpoint == "none" else []
+    cast += [Term(_A, 2, "12·L·D²")] if setting.checkpoint == "none" or setting.loss == "chunked" else []
     return [term._replace(formula=f"L·{term.formula}") for term in block] + ends + (cast if half else [])
 
 

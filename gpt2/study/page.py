@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+import pandas as pd
+
+from gpt2.memory import formulas, gpus
 from gpt2.memory.trace import Category, Mark, Trace
-from gpt2.study import svg
-from gpt2.study.palette import COLOURS
+from gpt2.model import SIZES
+from gpt2.study import closed_form, svg
+from gpt2.study.calculator import BAR_ROOM, KNOBS, SHAPE, WIDTH, workspace_bytes
+from gpt2.study.closed_form import Setting
+from gpt2.study.palette import ALARM, CACHED, CACHED_EDGE, COLOURS
 from gpt2.study.walk import SAID, Walk, walk_of
 
 _HERE = Path(__file__).parent
@@ -36,6 +43,30 @@ def walk_html(trace: Trace, *, step: int = 2, readings: Sequence[Mark] | None = 
     return fragment("walk", body, _step(walk))
 
 
+def calculator_html(table: pd.DataFrame | None = None) -> str:
+    """The calculator as a fragment: formulas while one drags, and the exact answers of `table` where it has them.
+
+    `table` is `calculator.grid(...)`: exact predictions, made when the page is.
+    """
+    row = '<div class="controls">{}</div>'.format
+    sliders = "".join(
+        f'<label class="wide">{name} <input type="range" data-is="{name}" min="1" max="{most}" value="{value}">'
+        f'<output data-is="{name}-is"></output></label>'
+        for name, most, value in (("batch", 64, 8), ("length", 1024, 1024)))
+    fields = "".join(f'<label>{name} <input type="number" min="1" data-is="{name}"></label>' for name in SHAPE)
+    body = (
+        row(_choice("model", [*SIZES, "custom"], "124M") + _choice("gpu", gpus.names(), "A40", "GPU")) + row(sliders)
+        + row("".join(_choice(name, options, options[0]) for name, options in KNOBS.items()))
+        + f"<details><summary>layers, width, heads, vocabulary, context</summary>{row(fields)}</details>"
+        '<p data-is="note"></p><div class="walk calculator" data-is="screen">'
+        f'<div class="card" data-is="card"></div><svg viewBox="-4 0 {WIDTH} 62" data-is="bar" role="img" '
+        'aria-label="peak memory by owner beside the card"></svg>'
+        '<div class="verdict"><b data-is="verdict"></b> <span data-is="largest"></span></div>'
+        "<table><thead><tr><th>MiB at the peak</th><th>formula</th><th>exact</th><th>difference</th></tr></thead>"
+        '<tbody data-is="numbers"></tbody></table><p data-is="who"></p><div class="key" data-is="key"></div></div>')
+    return fragment("calculator", body, _formulas(table))
+
+
 def fragment(name: str, body: str, data: dict) -> str:
     """A page's fragment: the style, the body and the script `name`.js, given the fragment and `data`."""
     style = "".join(_read(file) for file in ("walk.css", "page.css"))
@@ -43,6 +74,31 @@ def fragment(name: str, body: str, data: dict) -> str:
     script = f"{_read(f'{name}.js').strip()}(document.currentScript.parentElement, {packed});"
     return (f'<section class="study-widget" tabindex="-1"><style>{style}</style>{body}<script>{script}</script>'
             "</section>")
+
+
+def _choice(name: str, options: Sequence[str], chosen: str, label: str = "") -> str:
+    items = "".join(f"<option{' selected' if option == chosen else ''}>{option}</option>" for option in options)
+    return f'<label>{label or name} <select data-is="{name}">{items}</select></label>'
+
+
+def _formulas(table: pd.DataFrame | None) -> dict:
+    """The closed form of every choice of knobs as text, and the exact rows."""
+    categories, texts, moments = list(Category), {}, {}
+    for choice in itertools.product(*KNOBS.values()):
+        setting = Setting(**dict(zip(KNOBS, choice, strict=True)))
+        moments[",".join(choice)] = {
+            name: [(categories.index(owner), size, texts.setdefault(text, len(texts))) for owner, size, text in terms]
+            for name, terms in closed_form.moments(setting).items()}
+    return {
+        "formulas": list(texts), "parameters": closed_form.PARAMETERS, "moments": moments, "knobs": KNOBS,
+        "chunks": closed_form.CHUNKS, "ratio": formulas.reserved_estimate(10**12) / 10**12, "room": BAR_ROOM,
+        "owners": [category.value for category in categories],
+        "colours": [COLOURS[category] for category in categories],
+        "cached": CACHED, "edge": CACHED_EDGE, "alarm": ALARM,
+        "sizes": {name: [getattr(size, part) for part in SHAPE] for name, size in SIZES.items()},
+        "gpus": {name: {"capacity": gpus.find(name).free_bytes_at_start, "workspace": workspace_bytes(name)}
+                 for name in gpus.names()},
+        "exact": [] if table is None else json.loads(table.fillna("").to_json(orient="records"))}
 
 
 def _read(name: str) -> str:

@@ -6,73 +6,23 @@ only state; what it shows is a pure function of it.
 
 from __future__ import annotations
 
-import asyncio
-import io
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import ipywidgets as ui
-import matplotlib
-from matplotlib.figure import Figure
 
 from gpt2.memory.ledger import Ledger
 from gpt2.memory.trace import Mark, Trace
 from gpt2.study import svg
-from gpt2.study.drawing import STYLE, alt, conditions
+from gpt2.study.calculator_widget import CalculatorWidget, calculator
+from gpt2.study.drawing import conditions
 from gpt2.study.figures_step import step_by_owner
+from gpt2.study.guesses import GuessWidget, guesses, score
+from gpt2.study.still import Calm, Still, style_sheet
 from gpt2.study.walk import walk_of
 
-CSS = Path(__file__).with_name("walk.css")
+__all__ = ["CalculatorWidget", "GuessWidget", "WalkWidget", "calculator", "guesses", "score", "walk"]
+
 LEVELS = ("readings", "every event")
-
-
-class Still(ui.VBox):
-    """A box of widgets with a picture of itself, and words, where no kernel can move it."""
-
-    def __init__(self, children: Sequence[ui.Widget], figure: Figure, **options):
-        super().__init__(children, **options)
-        self.picture, self.text = png(figure), alt(figure)
-
-    def _repr_mimebundle_(self, **kwargs) -> dict:
-        return {**super()._repr_mimebundle_(**kwargs), "image/png": self.picture, "text/plain": self.text}
-
-
-class Calm:
-    """A function whose calls may come in bursts: the first of a burst runs at once, the last when it is over.
-
-    With `lead=False` nothing runs before `quiet_s` without a call. Outside an event loop every call runs at once.
-    """
-
-    def __init__(self, function: Callable[..., None], quiet_s: float = 0.03, *, lead: bool = True):
-        self.function, self.quiet_s, self.lead = function, quiet_s, lead
-        self._timer, self._arguments, self._last = None, (), float("-inf")
-
-    def __call__(self, *arguments) -> None:
-        try:
-            loop = asyncio.get_running_loop()
-        except RuntimeError:
-            self.function(*arguments)
-            return
-        self._arguments = arguments
-        if self.lead and self._timer is None and loop.time() - self._last > self.quiet_s:
-            self._run(loop)
-        elif self._timer is None or not self.lead:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = loop.call_later(self.quiet_s, self._run, loop)
-
-    def _run(self, loop) -> None:
-        self._timer = None
-        self.function(*self._arguments)
-        self._last = loop.time()
-
-
-def png(figure: Figure) -> bytes:
-    """The bytes of a figure, the same for the same figure."""
-    buffer = io.BytesIO()
-    with matplotlib.rc_context(fname=STYLE):
-        figure.savefig(buffer, format="png", metadata={"Software": None, "Description": alt(figure)})
-    return buffer.getvalue()
 
 
 class WalkWidget(Still):
@@ -93,11 +43,10 @@ class WalkWidget(Still):
         self.slider.observe(lambda change: self.draw(), "value")
         self.level.observe(lambda change: self._change_level(), "value")
         self._draw()
-        style = ui.HTML(f"<style>{CSS.read_text(encoding='utf-8')}</style>")
-        about = ui.HTML(f'<small>{conditions(trace, recipe)} · arrow keys move the slider</small>')
+        about = ui.HTML(f"<small>{conditions(trace, recipe)} · arrow keys move the slider</small>")
         still = step_by_owner(trace, Ledger(trace).timeline([step]), step=step, subtitle=data.about)
         rows = [ui.HBox([self.play, self.slider]), ui.HBox([*self.buttons.values(), self.level], layout=_wrapping())]
-        super().__init__([style, self.screen, *rows, about], still, layout=ui.Layout(max_width="920px"))
+        super().__init__([style_sheet(), self.screen, *rows, about], still, layout=ui.Layout(max_width="920px"))
 
     def show(self, index: int) -> None:
         """Go to an event of the step, or to the first stop after it."""
