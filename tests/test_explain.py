@@ -1,6 +1,7 @@
 """Out-of-memory messages: every wording since 1.0, and reference cases 4 and 26 to 30."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from gpt2.memory.explain import explain
 from gpt2.memory.oom_message import read
 from gpt2.memory.out_of_memory import OutOfMemory, format_size
 from gpt2.memory.progress import block_bytes, parameter_count
+from gpt2.memory.trace import Trace
 from gpt2.model import SIZES, size
 
 MiB, GiB = 2**20, 2**30
@@ -153,6 +155,19 @@ def test_case_29_free_memory_larger_than_the_request_is_not_a_matter_of_size():
     assert not any("batch" in a or "Checkpoint" in a for a in told.advice)
     limited = explain(old("2.26 GiB", free="6.00 GiB", allowed="9.00 GiB allowed; "))
     assert limited.cause == "limit" and "9.00 GiB" in limited.advice[0]
+
+
+def test_the_messages_of_the_recorded_sweep_are_explained_as_the_sweep_shows():
+    """Batches 21 and 22 under a limit of 45,440 MiB: they fail at the logits, and run with expandable segments."""
+    folder = Path(__file__).parent.parent / "results" / "measured" / "h200" / "traces"
+    for batch in (21, 22):
+        trace = Trace.load(folder / f"sweep-{batch}.json.gz")
+        told = explain(trace.meta["out_of_memory"]["message"])
+        assert told.cause == "limit" and told.message.allowed_bytes == pytest.approx(45_440 * MiB, rel=1e-3)
+        assert (told.candidates[0].kind, told.candidates[0].batch) == ("loss", batch)
+        assert told.candidates[0].bytes == trace.meta["out_of_memory"]["requested_bytes"]
+        assert "expandable_segments:True" in told.advice[1] and "chunks" in told.advice[2]
+        assert told.blocks_done == 12
 
 
 def test_case_30_the_message_prints_the_segment():

@@ -218,6 +218,18 @@ def test_a_free_that_waits_for_another_stream_leaves_allocated_first():
     assert trace.meta["device"] == 1 and not trace.meta["warnings"]
 
 
+def test_a_block_that_is_there_at_the_end_has_the_size_it_has_there():
+    """Pools that do not split, or rounding that we do not know: the file is right, not the rule."""
+    segment = {"address": 0, "total_size": 20 * MiB, "stream": 0, "blocks": [
+        {"size": 8 * MiB, "requested_size": 2 * MiB, "state": "active_allocated", "frames": []},
+        {"size": 12 * MiB, "state": "inactive"}]}
+    entries = [{"action": "segment_alloc", "addr": 0, "size": 20 * MiB}, {"action": "alloc", "addr": 0, "size": 2 * MiB}]
+    trace = to_trace({"segments": [segment], "device_traces": [entries]})
+    assert trace.events[1][2:4] == (2 * MiB, 8 * MiB) and not trace.meta["warnings"]
+    unsplit = to_trace({"segments": [segment], "device_traces": [entries], "allocator_settings": {"max_split_size": MiB}})
+    assert unsplit.events == trace.events
+
+
 @pytest.mark.parametrize("damage, says", [
     (lambda s: s.update(segments=None), "segments"),
     (lambda s: s["segments"][0].pop("blocks"), "blocks|more than once"),

@@ -29,10 +29,19 @@ def advise(read: OomMessage, cause: str, found: Sequence[Candidate], *, batch: i
     return steps + list(_expandable_too(read, cause, allocator_conf))
 
 
+def _gaps_would_do(read: OomMessage, allocator_conf: str) -> bool:
+    short = (read.requested_bytes or 0) - read.room_bytes
+    return 0 < short <= (read.unallocated_bytes or 0) and "expandable_segments:True" not in allocator_conf
+
+
 def _for_cause(read: OomMessage, cause: str, allocator_conf: str) -> Iterator[str]:
     if cause == "limit":
         yield (f"Raise the limit of {format_size(read.allowed_bytes)}: torch.cuda.set_per_process_memory_fraction, or "
                "per_process_memory_fraction in the allocator's configuration.")
+        if _gaps_would_do(read, allocator_conf):
+            yield ("Or keep the limit and set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: "
+                   f"{format_size(read.unallocated_bytes)} lie in gaps and {format_size(read.room_bytes)} are left "
+                   "below the limit, together enough for this request.")
     elif cause == "another process":
         named = ", ".join(str(pid) for pid, _ in read.processes)
         yield (f"Find the other processes on the card with nvidia-smi{f' ({named})' if named else ''}: a notebook "
@@ -88,7 +97,6 @@ def _smaller(read: OomMessage, found: Sequence[Candidate], batch: int | None) ->
 
 def _expandable_too(read: OomMessage, cause: str, allocator_conf: str) -> Iterator[str]:
     """Where gaps are small but would just have held the request."""
-    short = (read.requested_bytes or 0) - (read.free_bytes or 0)
-    if cause == "size" and 0 < short <= (read.unallocated_bytes or 0) and "expandable_segments" not in allocator_conf:
+    if cause == "size" and _gaps_would_do(read, allocator_conf):
         yield ("expandable_segments:True may let this one request through "
                f"({format_size(read.unallocated_bytes)} lie in gaps), the next one hardly.")

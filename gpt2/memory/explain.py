@@ -122,7 +122,7 @@ def _refused_with_room(read: OomMessage) -> tuple[str, str]:
 
 
 def _no_room(read: OomMessage) -> tuple[str, str]:
-    short = read.requested_bytes - (read.free_bytes or 0)
+    short = read.requested_bytes - read.room_bytes
     idle, others = read.unallocated_bytes or 0, other_bytes(read)
     if others >= max(short, _NOTABLE_BYTES) and others > idle:
         return "another process", (f"about {format_size(others)} of the card are in use outside this process, "

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gpt2.memory.allocator import round_size
-from gpt2.memory.blocks import MIN_BLOCK_BYTES, SMALL_BYTES
+from gpt2.memory.blocks import SMALL_BYTES
 from gpt2.memory.trace import Trace
 
 
@@ -99,7 +99,7 @@ class Layout:
         if room < size:  # what we believe and what happened differ: take the least that can be true
             return size
         if not self.may_hide_slack(address, size):
-            return size if room - size >= MIN_BLOCK_BYTES else room
+            return size  # every remainder is a multiple of 512, and from 512 on it is split off
         return size if room - size > SMALL_BYTES and size < self.max_split_bytes else room
 
     def may_hide_slack(self, address: int, size: int) -> bool:

@@ -61,6 +61,14 @@ class OomMessage:
     processes: tuple[tuple[int, int | None], ...] = ()  # (pid, bytes) of the others it names
     repeats: int = 1  # how many such messages the text holds; the first one is read
 
+    @property
+    def room_bytes(self) -> int:
+        """What the driver would still have given: the card's free memory, or what a limit leaves of it."""
+        free = self.free_bytes or 0
+        if self.allowed_bytes is None or self.reserved_bytes is None:
+            return free
+        return max(0, min(free, self.allowed_bytes - self.reserved_bytes))
+
 
 def read(text: str) -> OomMessage:
     """The first out-of-memory message in `text` (a line, a traceback, a log).
