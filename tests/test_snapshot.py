@@ -223,11 +223,12 @@ def test_a_block_that_is_there_at_the_end_has_the_size_it_has_there():
     segment = {"address": 0, "total_size": 20 * MiB, "stream": 0, "blocks": [
         {"size": 8 * MiB, "requested_size": 2 * MiB, "state": "active_allocated", "frames": []},
         {"size": 12 * MiB, "state": "inactive"}]}
-    entries = [{"action": "segment_alloc", "addr": 0, "size": 20 * MiB}, {"action": "alloc", "addr": 0, "size": 2 * MiB}]
-    trace = to_trace({"segments": [segment], "device_traces": [entries]})
+    entries = [{"action": "segment_alloc", "addr": 0, "size": 20 * MiB},
+               {"action": "alloc", "addr": 0, "size": 2 * MiB}]
+    snapshot = {"segments": [segment], "device_traces": [entries]}
+    trace = to_trace(snapshot)
     assert trace.events[1][2:4] == (2 * MiB, 8 * MiB) and not trace.meta["warnings"]
-    unsplit = to_trace({"segments": [segment], "device_traces": [entries], "allocator_settings": {"max_split_size": MiB}})
-    assert unsplit.events == trace.events
+    assert to_trace({**snapshot, "allocator_settings": {"max_split_size": MiB}}).events == trace.events
 
 
 @pytest.mark.parametrize("damage, says", [
