@@ -12,10 +12,12 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpt2.memory.history import BEFORE
 from gpt2.memory.layout import Layout, Segment, fragmentation, layout_at
 from gpt2.memory.safe_pickle import SnapshotError, loads
+from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.snapshot import devices, read, to_trace
 from gpt2.memory.summary import summary, text
 from gpt2.memory.trace import Category, Event, Frame, Trace
@@ -199,6 +201,30 @@ def test_labels_of_a_simulated_run_travel_with_the_file():
     table = summary(again)
     assert table["failures"][0] == {"event": 2, "step": 1, "requested_bytes": 10**9, "free_device_bytes": 4 * MiB}
     assert "transformer.h.0 aten.mm (backward)" in text(table)
+
+
+@pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
+def test_a_simulated_card_dumps_the_snapshot_its_allocator_has(conf, tmp_path):
+    with SimulatedGpu("A40", torch="2.11.0", allocator_conf=conf) as card:
+        net = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(3))).cuda()
+        assert torch.cuda.memory._snapshot()["device_traces"] == [[]]
+        torch.cuda.memory._record_memory_history()
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(2):
+            net(torch.zeros(4096, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.memory._dump_snapshot(tmp_path / "x")
+        peak, held = torch.cuda.max_memory_allocated(), card.allocator.segments()
+    snapshot = read(tmp_path / "x")
+    theirs = [(s["address"], s["total_size"], s["segment_type"], s["is_expandable"],
+               [(b["address"], b["size"], b["state"]) for b in s["blocks"]]) for s in snapshot["segments"]]
+    assert theirs == [(s.address, s.total_bytes, s.kind, s.is_expandable,
+                       [(a, size, state) for a, size, _, state in s.blocks]) for s in held]
+    trace = to_trace(snapshot)
+    table = summary(trace)
+    assert table["peak"]["allocated_bytes"] == peak and table["known_share_ratio"] == 1.0
+    assert trace.events == to_trace(to_snapshot(card.trace())).events and not trace.meta["warnings"]
 
 
 def test_a_free_that_waits_for_another_stream_leaves_allocated_first():

@@ -18,6 +18,7 @@ from gpt2.memory.history import Entry, History, Known
 from gpt2.memory.layout import Layout, Segment
 from gpt2.memory.safe_pickle import DEFAULT, Limits, SnapshotError, loads
 from gpt2.memory.trace import Category, Frame, Trace
+from gpt2.memory.viewer import to_snapshot
 
 LABELS = ("step", "phase", "module", "operator", "category")  # what `viewer` adds to an entry
 _CATEGORIES = {category.value for category in Category}
@@ -78,6 +79,15 @@ def to_trace(snapshot: Mapping, device: int | None = None, parameters: Mapping[i
         "kind": "measured", "source": "memory snapshot", "device": device,
         "allocator_conf": conf if isinstance(conf, str) and len(conf) < 1000 else "", "warnings": warnings})
     return infer.label(trace, parameters or {})
+
+
+def from_simulation(card) -> dict:
+    """What `torch.cuda.memory._snapshot()` gives inside a SimulatedGpu: device 0, its segments, and its events if
+    `_record_memory_history` was called. The events then go back to the beginning, and carry our labels besides."""
+    snapshot = to_snapshot(card.trace())
+    if not card.history:
+        snapshot["device_traces"] = [[]]
+    return snapshot
 
 
 class _Stacks:

@@ -12,7 +12,7 @@ import os
 import pickle
 from pathlib import Path
 
-from gpt2.memory.blocks import SMALL_BYTES, STATE_NAMES
+from gpt2.memory.blocks import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, STATE_NAMES
 from gpt2.memory.history import BEFORE
 from gpt2.memory.layout import Layout, Segment, layout_at
 from gpt2.memory.trace import Event, Trace
@@ -100,7 +100,8 @@ def _block(piece: tuple[int, int, bool], live: dict[int, Event], pending: set[in
 
 def _segment(segment: Segment, blocks: list[dict]) -> dict:
     active = [b for b in blocks if b["state"] != _INACTIVE]
-    small = segment.size <= 2 * SMALL_BYTES if not segment.expandable else all(b["size"] <= SMALL_BYTES for b in active)
+    small = segment.size <= SMALL_SEGMENT_BYTES if not segment.expandable else (
+        all(b["size"] <= SMALL_BYTES for b in active) and (active or segment.size % LARGE_SEGMENT_BYTES))
     return {"device": 0, "address": segment.address, "total_size": segment.size, "stream": segment.stream,
             "allocated_size": sum(b["size"] for b in active if b["state"] == _ALLOCATED),
             "active_size": sum(b["size"] for b in active),
