@@ -13,6 +13,7 @@ import gc
 import pickletools
 import struct
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 _NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
@@ -104,6 +105,9 @@ class _Machine:
         self.most = min(limits.containers, 10_000 + len(data) // _BYTES_EACH)
         self.rare = {code: getattr(self, f"op_{name.lower()}") for code, name in _NAMES.items()
                      if hasattr(self, f"op_{name.lower()}")}
+        self.rare |= {0x4E: partial(self.stack.append, None), 0x88: partial(self.stack.append, True),
+                      0x89: partial(self.stack.append, False)}  # NONE, NEWTRUE, NEWFALSE
+        self.rare |= {0x84 + n: partial(self._tuple_of, n) for n in (1, 2, 3)}  # TUPLE1 to TUPLE3
 
     def run(self) -> object:
         """Execute up to STOP. The instructions that make up nearly all of a snapshot are spelt out here, for speed."""
@@ -191,7 +195,7 @@ class _Machine:
             raise SnapshotError(f"a string of {length:,} bytes is announced, longer than {self.limits.text_bytes:,}")
         self.stack.append(str(self._take(length), "utf-8", "surrogatepass"))
 
-    # Instructions: op_ and their names in pickletools. What has no method here is refused.
+    # Instructions: op_ and their names in pickletools. What is neither here nor in `rare` above is refused.
 
     def op_proto(self) -> None:
         version = self._take(1)[0]
@@ -200,15 +204,6 @@ class _Machine:
 
     def op_frame(self) -> None:
         self._number("<Q", 8)  # how the pickler batched its writes: means nothing here
-
-    def op_none(self) -> None:
-        self.stack.append(None)
-
-    def op_newtrue(self) -> None:
-        self.stack.append(True)
-
-    def op_newfalse(self) -> None:
-        self.stack.append(False)
 
     def op_binint(self) -> None:
         self.stack.append(self._number("<i", 4))
@@ -273,14 +268,8 @@ class _Machine:
     def op_tuple(self) -> None:
         self._container(tuple(self._since_mark()))
 
-    def op_tuple1(self) -> None:
-        self._container(tuple(self._pop(1)))
-
-    def op_tuple2(self) -> None:
-        self._container(tuple(self._pop(2)))
-
-    def op_tuple3(self) -> None:
-        self._container(tuple(self._pop(3)))
+    def _tuple_of(self, count: int) -> None:
+        self._container(tuple(self._pop(count)))
 
     def op_list(self) -> None:
         self._container(self._since_mark())
