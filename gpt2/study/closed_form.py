@@ -21,6 +21,7 @@ from gpt2.memory.trace import Category
 PARAMETERS = "V·D + C·D + L·(12·D² + 13·D) + 2·D"
 CHUNKS = 8  # of a chunked loss, as in Recipe
 _A, _G, _L, _T = Category.ACTIVATIONS, Category.GRADIENTS, Category.LOSS, Category.TEMPORARIES
+PLAIN = ("fp32", "explicit", "none", "full")  # the setting of the published runs
 
 
 class Term(NamedTuple):
@@ -29,6 +30,9 @@ class Term(NamedTuple):
     category: Category
     bytes_each: int
     formula: str
+
+
+_SLACK = Term(Category.SLACK, 1, str(formulas.PUBLISHED_SLACK_BYTES))
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,9 @@ def evaluate(formula: str, letters: dict[str, int]) -> int:
 def moments(setting: Setting) -> dict[str, list[Term]]:
     """What is alive at each moment that may be the peak."""
     fixed, kept = _fixed(setting), _kept(setting)
+    plain = (setting.precision, setting.attention, setting.checkpoint, setting.loss) == PLAIN
     return {
-        "loss": fixed + kept + _loss(setting),
+        "loss": [*_of(formulas.peak(setting, 1, 1)), _SLACK] if plain else fixed + kept + _loss(setting),
         "backward of the last block": fixed + kept + _recomputed(setting) + _block_backward(setting),
         "backward of the first block": fixed + _block(setting) + _block_backward(setting) + [Term(_G, 4, "P - V·D")],
         "optimizer": fixed + [Term(_G, 4, "P")] + ([Term(_T, 4, "P")] if setting.optimizer == "foreach" else []),
@@ -120,8 +125,7 @@ def _of(entries: list[formulas.Entry]) -> list[Term]:
 
 def _fixed(setting: Setting) -> list[Term]:
     """Between two steps, and the allocator's slack as published. Fused attention has no masks."""
-    slack = Term(Category.SLACK, 1, str(formulas.PUBLISHED_SLACK_BYTES))
-    terms = [*_of(formulas.fixed(setting, 1, 1)), slack]
+    terms = [*_of(formulas.fixed(setting, 1, 1)), _SLACK]
     return terms if setting.attention == "explicit" else [term for term in terms if term.formula != "L·C²"]
 
 

@@ -29,7 +29,7 @@ def batch_sweep(table: pd.DataFrame, *, capacity_bytes: int, fixed_bytes: int, s
                   says=f"Peak allocated and reserved memory over batch sizes {table['batch'].min()} to "
                        f"{table['batch'].max()}, and the {mib(capacity_bytes, 0)} of the card.")
     axes = sheet.axes(0.85, 0.46, 0.35, 0.3)
-    right = max(table["batch"].max(), promised) + 1.6
+    right = max(1.07 * table["batch"].max(), 1.16 * promised)
     axes.set(xlim=(0, right), ylim=(0, 1.1 * capacity_bytes), xlabel="batch (sequences)")
     axes.axhline(capacity_bytes, color=ALARM, linewidth=1)
     note(axes, f"free at start{', ' + gpu if gpu else ''}: {mib(capacity_bytes, 0)}", 0.015, capacity_bytes, 0, 4,

@@ -48,7 +48,7 @@ def waterfall(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Fi
 def frontier(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figure:
     """Memory against time: `configuration`, `peak_bytes`, `step_ms`. A line joins the points that none beats."""
     table = table.sort_values(["step_ms", "peak_bytes"]).reset_index(drop=True)
-    beaten = table["peak_bytes"] >= table["peak_bytes"].cummin().shift(fill_value=float("inf"))
+    beaten = table["peak_bytes"] >= table["peak_bytes"].astype(float).cummin().shift(fill_value=float("inf"))
     best = table[~beaten]
     least = best.iloc[-1]
     name = least["configuration"][:1].upper() + least["configuration"][1:]

@@ -83,7 +83,7 @@ def segment_map(trace: Trace, categories: Sequence[Category], *, index: int | No
     axes = sheet.axes(0.2, 0.5, 0.2, 0.05)
     axes.set(xlim=(0, across), ylim=(rows + 3.4, -0.6))
     _plank(axes, 0, 0, request, facecolor=tint(ALARM, 0.12), edgecolor=ALARM, linestyle=_DASHED, linewidth=1.1)
-    note(axes, f"asked for, step {event.step}: {asked(event)}", request / 2, 0, ha="center", color=ALARM)
+    note(axes, f"asked for, step {event.step}: {asked(event)}", request / 2, 0, ha="center", color=ALARM, halo=False)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
     named = _blocks(sheet, axes, placed, across, largest)
@@ -171,7 +171,7 @@ def _label(sheet: Sheet, axes, text: str, x: float, y: float, width: float, colo
     scale = axes.get_position().width * sheet.width / axes.get_xlim()[1]
     if sheet.text_inches(text, _SMALL) + 0.06 > width * scale:
         return False
-    note(axes, text, x + width / 2, y, ha="center", size=_SMALL, color=color)
+    note(axes, text, x + width / 2, y, ha="center", size=_SMALL, color=color, halo=False)
     return True
 
 

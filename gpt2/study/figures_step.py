@@ -81,7 +81,7 @@ def saved_tensors(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -
         axes.barh(i, row["saved_bytes"], height=0.66, color=base if i == 0 else tint(base, 0.5))
         shape = row["shape"] if isinstance(row["shape"], str) else " × ".join(f"{n:,}" for n in row["shape"])
         text, inside = f"{mib(row['saved_bytes'])}   {shape}", row["saved_bytes"] > 0.6 * reach
-        note(axes, text, row["saved_bytes"], i, -6 if inside else 6, ha="right" if inside else "left",
+        note(axes, text, row["saved_bytes"], i, -6 if inside else 6, ha="right" if inside else "left", halo=not inside,
              color=ink_on(base if i == 0 else tint(base, 0.5)) if inside else INK)
     axes.set_yticks(range(len(table)), table["tensor"], size=8.5)
     axes.tick_params(axis="y", length=0, labelcolor=INK)

@@ -18,11 +18,14 @@ _COORDINATES = {"data": "data", "axes": "axes fraction", "y": ("axes fraction", 
 
 
 def note(axes: Axes, text: str, x: float, y: float, dx: float = 0, dy: float = 0, *, of: str = "data",
-         **style) -> None:
-    """Text `dx`, `dy` points from a place: of the data, of the axes, or (of="y") a share of the width and a value."""
+         halo: bool = True, **style) -> None:
+    """Text `dx`, `dy` points from a place: of the data, of the axes, or (of="y") a share of the width and a value.
+
+    The halo keeps lines behind the text apart from it; inside a coloured shape there is none.
+    """
     written = axes.annotate(text, (x, y), xycoords=_COORDINATES[of], xytext=(dx, dy), textcoords="offset points",
                             **{"size": 8, "va": "center", "linespacing": 1.3, "zorder": 6, **style})
-    if style.get("color", INK) != "#FFFFFF":  # a halo, where lines pass behind
+    if halo:
         written.set_path_effects([withStroke(linewidth=2, foreground="white")])
 
 

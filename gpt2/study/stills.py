@@ -38,11 +38,13 @@ def calculator_still(setting: Setting, gpu: str, answer: Answer, exact: Answer |
             size = found.owners.get(category, 0)
             axes.barh(y, size, 0.62, left, color=colour(category), linewidth=0)
             if size * scale > sheet.text_inches(category.value, 7.5) + 0.08:
-                note(axes, category.value, left + size / 2, y, ha="center", size=7.5, color=ink_on(colour(category)))
+                note(axes, category.value, left + size / 2, y, ha="center", size=7.5, halo=False,
+                     color=ink_on(colour(category)))
             left += size
         spare = (found.reserved_bytes - found.allocated_bytes) * scale
         if spare > sheet.text_inches("reserved", 7.5) + 0.08:
-            note(axes, "reserved", (found.reserved_bytes + found.allocated_bytes) / 2, y, ha="center", size=7.5)
+            middle = (found.reserved_bytes + found.allocated_bytes) / 2
+            note(axes, "reserved", middle, y, ha="center", size=7.5, halo=False)
     axes.axvline(best.capacity_bytes, color=ALARM, linewidth=1.4)
     at = best.capacity_bytes / axes.get_xlim()[1]
     note(axes, f"free on the card: {mib(best.capacity_bytes, 0)}", at, 1, 0, 5, of="axes", va="bottom",
