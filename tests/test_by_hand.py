@@ -10,6 +10,15 @@ from gpt2.model import GPT2, size
 BOUND = dict(rtol=1e-10, atol=1e-12)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """A tiny model's operators are too short to share: threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def pair():
     """A model of autograd and its copy by hand, float64, biases and norms random too, with tokens and targets."""
