@@ -107,11 +107,12 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(tmp_path_factory):
     from playwright.sync_api import sync_playwright  # slow, and not needed where there is no browser
 
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        home = {"HOME": str(tmp_path_factory.mktemp("chromium"))}
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, env=os.environ | home)
         yield chromium
         chromium.close()
 

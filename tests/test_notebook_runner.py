@@ -369,9 +369,9 @@ def test_no_notebooks_is_no_error(tmp_path):
 
 
 def test_progress_residue_and_split_streams_become_one_text():
-    cell = new_code_cell("x")
+    cell = new_code_cell("x", execution_count=7)
     cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text) for text in ("a\rb", "c\n", "", "d\r\n")]
     noisy = new_notebook(cells=[cell], metadata={"widgets": {}, "papermill": {}})
     clean.clean(noisy)
-    assert [output.text for output in noisy.cells[0].outputs] == ["bc\nd\n"]
+    assert [output.text for output in noisy.cells[0].outputs] == ["bc\nd\n"] and cell.execution_count == 1
     assert json.loads(clean.dumps(noisy))["metadata"].keys() == {"kernelspec", "language_info"}
