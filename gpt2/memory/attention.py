@@ -58,15 +58,10 @@ def _efficient_takes(card, q, k, v, mask, dropout, gqa) -> bool:
 
 def _attention(card):
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-        mask = attn_mask
-        if mask is not None and mask.dtype is torch.bool:  # attention.cpp, convert_boolean_attn_mask
-            zero = torch.zeros((), dtype=query.dtype, device=mask.device)
-            mask = torch.where(mask, zero, torch.full((), float("-inf"), dtype=query.dtype, device=mask.device))
-            del zero
+        mask = additive(attn_mask, query)
         choice = backend(card, query, key, value, mask, dropout_p, is_causal, enable_gqa)
-        if mask is not None and choice in ("cudnn", "efficient"):
-            mask = mask.expand(query.shape[0], query.shape[1] if mask.dim() == 4 else 1, query.shape[-2], key.shape[-2]) \
-                if mask.dim() == 4 else mask
+        if mask is not None and mask.dim() == 4 and choice in ("cudnn", "efficient"):
+            mask = mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if choice == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
@@ -76,7 +71,7 @@ def _attention(card):
         if choice == "efficient":
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, mask, keep, dropout_p, is_causal, scale=scale)[0]
-        return _math(query, key, value, mask if attn_mask is not None else None, dropout_p, is_causal, scale, enable_gqa)
+        return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
     return attention
 
@@ -92,9 +87,38 @@ def _flash(query, key, value, dropout, is_causal, scale):
 
 
 def _math(query, key, value, mask, dropout, is_causal, scale, gqa):
-    """attention.cpp, _scaled_dot_product_attention_math: 16-bit inputs are computed in fp32."""
-    return aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout, is_causal, None, scale=scale, enable_gqa=gqa)[0]
+    """attention.cpp, _scaled_dot_product_attention_math, operator by operator: C++ adds the mask out of place for tensors
+    like ours, in place for a card's. 16-bit inputs are computed in fp32; of a call's arguments the last comes first."""
+    dtype = query.dtype
+    widen = dtype in _HALVES and not torch._C._get_math_sdp_allow_fp16_bf16_reduction()
+    if widen:
+        query, key, value = query.float(), key.float(), value.float()
+    factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
+    query = query * factor
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+    mask = additive(mask, query)
+    if gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = torch.matmul(query, key.transpose(-2, -1) * factor)
+    if mask is not None:
+        scores.add_(mask)
+    scores = aten._safe_softmax(scores, -1)
+    if dropout:
+        scores = F.dropout(scores, dropout, True)
+    narrow = scores.to(dtype)  # the second result, that nobody keeps
+    out = torch.matmul(scores, value).to(dtype)
+    del narrow
+    return out
+
+
+def additive(mask, query):
+    """attention.cpp, convert_boolean_attn_mask: True becomes 0, False minus infinity."""
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, torch.full((), float("-inf"), dtype=query.dtype, device=query.device))
 
 
 def _dropout(x, p, train):

@@ -42,6 +42,7 @@ class Tracker(TorchDispatchMode):
     def __init__(self, card: SimulatedGpu):
         super().__init__()
         self.card = card
+        self.hosting = False  # tensors made on meta are meant for the host
         self.inside = False  # a kernel is running: PyTorch's own meta kernels must see meta tensors as such
         self.live: dict[int, Life] = {}
         self.alone_uses = uses_of_a_lone_gradient()
@@ -61,6 +62,8 @@ class Tracker(TorchDispatchMode):
                 if func is aten._to_copy.default:
                     return self._to_card(args, kwargs)
                 return self._run(func, args, kwargs)
+            if device.type == "meta" and not self.hosting and not any(isinstance(a, torch.Tensor) for a in args):
+                return self._run(func, args, kwargs)  # a composite made it with the options of a tensor of the card
             if device.type == "cpu" and func is aten._to_copy.default and self.knows(args[0]):
                 return values.to_host(args[0], kwargs)
         if func in _HOST_FACTORIES and not self._keeps_values(args, kwargs):

@@ -59,7 +59,7 @@ class Labels:
 
     def phase(self) -> str:
         """The announced phase, or the inferred one; a forward inside the engine is a recomputation."""
-        if self.path and (self.announced == "backward" or _in_backward() != -1):
+        if self.path and (self.announced == "backward" or not self.announced and _in_backward() != -1):
             return "recompute"
         if self.announced:
             return self.announced

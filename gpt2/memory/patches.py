@@ -146,6 +146,8 @@ class Patches:
 
         def boolean(t):
             if valueless(t):
+                if values.initialising():
+                    return False  # trunc_normal_ draws until no value is out of range
                 raise values.branch("the truth of a tensor")
             return real_bool(t)
 
@@ -197,19 +199,28 @@ class Patches:
             self.set(torch, name, construct)
         from torch.utils._device import DeviceContext
 
-        real_init = DeviceContext.__init__
+        real_init, real_call, tracker = DeviceContext.__init__, DeviceContext.__torch_function__, self.card.tracker
+
+        def call(context, func, types, args=(), kwargs=None):
+            if context.device.type != "meta":
+                return real_call(context, func, types, args, kwargs)
+            with hosting(tracker):  # the program builds a model without memory
+                return real_call(context, func, types, args, kwargs)
+
         self.set(DeviceContext, "__init__", lambda self, device: real_init(self, checked(torch.device(device))))
+        self.set(DeviceContext, "__torch_function__", call)
         real_default = torch._C._set_only_lift_cpu_tensors
         real_default(True)
         self.undo.callback(real_default, False)
 
     def _parameters(self) -> None:
         """Parameters made while a GPU is simulated have no values, so that moving them keeps their identity."""
-        real_new = torch.nn.Parameter.__new__
+        real_new, tracker = torch.nn.Parameter.__new__, self.card.tracker
 
         def new(cls, data=None, requires_grad=True):
             if isinstance(data, torch.Tensor) and _real_device(data).type == "cpu" and data.dtype.is_floating_point:
-                data = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
+                with hosting(tracker):
+                    data = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
             return real_new(cls, data, requires_grad)
 
         self.set(torch.nn.Parameter, "__new__", staticmethod(new))
@@ -275,6 +286,16 @@ class Patches:
         self.set(cuda, "current_stream", lambda device=None: Stream(number=card.stream))
         self.set(cuda, "default_stream", lambda device=None: Stream(number=0))
         self.set(cuda, "set_stream", lambda which: card.set_stream(which.cuda_stream))
+
+
+@contextmanager
+def hosting(tracker):
+    """Meta tensors made here are host tensors without values."""
+    before, tracker.hosting = tracker.hosting, True
+    try:
+        yield
+    finally:
+        tracker.hosting = before
 
 
 def nested(flat: dict) -> dict:

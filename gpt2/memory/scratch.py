@@ -125,6 +125,17 @@ def softmax_backward(tracker, func, args, kwargs):
     return out
 
 
+@rule(aten._safe_softmax.default)
+def safe_softmax(tracker, func, args, kwargs):
+    """Rows of minus infinity are looked for after the softmax and set to 0 in place. attention.cpp, _safe_softmax."""
+    out = tracker.outputs(func(*args, **kwargs))
+    scores = args[0]
+    with Temporaries(tracker.card, "safe softmax: masked rows") as temporaries:
+        for size in (scores.numel(), scores.numel() // scores.shape[args[1]], scores.element_size()):
+            temporaries.take(size)
+    return out
+
+
 @rule(aten.add.Tensor)
 def add(tracker, func, args, kwargs):
     """A sum of two gradients in the engine happens in place if only the engine holds the first.

@@ -14,6 +14,7 @@ import torch
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_INIT = torch.nn.init.__file__
 STAND_IN_LIMIT = 1_048_576  # elements: a larger tensor brought to the host stays without values
 
 
@@ -30,6 +31,16 @@ def user_line() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return "an unknown line"
+
+
+def initialising() -> bool:
+    """Whether torch.nn.init is at work: its loops over values may end at once."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        if frame.f_code.co_filename == _INIT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def branch(what: str) -> ValueReadError:
