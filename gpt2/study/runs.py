@@ -7,7 +7,7 @@ and beside the prediction for the card and the PyTorch release of that recording
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 from gpt2.memory import gpus
 from gpt2.memory.trace import Trace
@@ -44,13 +44,13 @@ def beside(experiment: Experiment | Recipe, *, gpu: str, torch_release: str, sta
     return Beside(predicted(experiment, gpu, torch_release, stacks), found, twin)
 
 
-@lru_cache(maxsize=None)
+@cache
 def predicted(experiment: Experiment, gpu: str, torch_release: str | None = None, stacks: bool = False) -> Trace:
     """The prediction of an experiment; the second request for it costs nothing."""
     return predict(experiment, gpu, torch_release=torch_release, stacks=stacks)
 
 
-@lru_cache(maxsize=None)
+@cache
 def recorded(name: str, folder: str = HOME) -> Trace | None:
     """The recording of an experiment in results/measured/<folder>/traces, None if there is none."""
     try:

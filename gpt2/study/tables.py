@@ -29,12 +29,13 @@ class Shown:
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         cells = pd.DataFrame({name: [_cell(name, value) for value in self.frame[name]] for name in self.frame})
-        sides = {name: "left" if self.frame[name].map(lambda v: isinstance(v, str)).any() else "right" for name in cells}
+        words = [name for name in cells if self.frame[name].map(lambda value: isinstance(value, str)).any()]
+        sides = {name: "left" if name in words else "right" for name in cells}
         head = "".join(f'<th style="text-align: {sides[name]}">{html.escape(name)}</th>' for name in cells)
         rows = "".join("<tr>" + "".join(f'<td style="text-align: {sides[name]}">{html.escape(row[name])}</td>'
                                         for name in cells) + "</tr>\n" for _, row in cells.iterrows())
-        table = (f'<table><caption style="{_CSS}">{html.escape(self.caption)}</caption>\n<thead><tr>{head}</tr></thead>\n'
-                 f"<tbody>{rows}</tbody></table>")
+        caption = f'<caption style="{_CSS}">{html.escape(self.caption)}</caption>'
+        table = f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
         return {"text/html": table, "text/plain": f"{self.caption}\n{cells.to_string(index=False)}"}
 
 

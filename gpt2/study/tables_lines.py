@@ -115,7 +115,7 @@ def first_step(beside: Beside) -> Shown:
 
 
 def tied_head(model: str = "124M") -> Shown:
-    """Real parameters on the CPU: where the head's and the embedding's numbers lie, and what a second count would say."""
+    """Real parameters on the CPU: where the head's and the embedding's numbers lie, and what counting twice says."""
     gpt2 = GPT2(size(model))
     head, embedding = gpt2.lm_head.weight, gpt2.transformer.wte.weight
     once = sum(p.numel() for p in gpt2.parameters())
