@@ -55,7 +55,7 @@
     if (bad) return;
     const found = peak(s, s.batch), capacity = d.gpus[s.gpu].capacity, family = same(s);
     const row = family.find((candidate) => candidate.batch === s.batch);
-    const pool = row ? row.peak_reserved_bytes : found.reserved, k = d.room / Math.max(capacity, pool, found.total) / 1.03;
+    const pool = row && row.fits ? row.peak_reserved_bytes : found.reserved, k = d.room / Math.max(capacity, pool, found.total) / 1.03;
     let x = 0;
     const parts = found.owners.map((size, j) => {
       const rect = `<rect x="${x}" y="11" width="${k * size}" height="40" fill="${d.colours[j]}"/>`;

@@ -90,6 +90,7 @@ def grid(settings: Iterable[tuple[Setting, str]]) -> pd.DataFrame:
 
 def bar(answer: Answer, exact: Answer | None = None) -> str:
     """Allocated by owner, reserved as a pale bar with an edge, the exact peak as a tick, the card as a line: SVG."""
+    exact = exact if exact and exact.fits else None  # a run that failed has no peak to show
     reserved = max(answer.reserved_bytes, exact.reserved_bytes if exact else 0, answer.allocated_bytes)
     k = BAR_ROOM / max(answer.capacity_bytes, reserved) / 1.03
     x, parts = 0.0, []

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from gpt2.memory import gpus
 from gpt2.model import SIZES
-from gpt2.study.calculator import KNOBS, SHAPE, Answer, bar, by_formula, by_simulation, words
+from gpt2.study.calculator import KNOBS, SHAPE, STEPS, TORCH, Answer, bar, by_formula, by_simulation, words
 from gpt2.study.closed_form import Setting
 from gpt2.study.still import Calm, Still, style_sheet
 from gpt2.study.stills import calculator_still
@@ -79,7 +79,10 @@ class CalculatorWidget(Still):
         self._draw()
 
     def _draw(self) -> None:
-        self._show(f'<div class="walk calculator">{bar(self.answer, self.exact)}{words(self.answer, self.exact)}</div>')
+        release = TORCH.get(self.gpu, "as installed")
+        about = f"<small>exact: {STEPS} steps on a simulated {self.gpu}, torch {release}</small>"
+        picture = bar(self.answer, self.exact) + words(self.answer, self.exact)
+        self._show(f'<div class="walk calculator">{picture}{about}</div>')
 
     def _show(self, html: str) -> None:
         self.screen.value = html
@@ -101,8 +104,8 @@ def calculator(setting: Setting | None = None, gpu: str = "A40", *,
 def _knobs(setting: Setting, gpu: str) -> dict[str, ui.Widget]:
     shape = {name: getattr(setting, name) for name in SHAPE}
     named = next((name for name, size in SIZES.items() if {n: getattr(size, n) for n in SHAPE} == shape), CUSTOM)
-    narrow, style = ui.Layout(width="190px"), {"description_width": "84px"}
-    slider = {"layout": ui.Layout(width="290px"), "style": {"description_width": "60px"}}
+    narrow, style = ui.Layout(width="162px"), {"description_width": "74px"}
+    slider = {"layout": ui.Layout(width="244px"), "style": {"description_width": "48px"}}
     knobs: dict[str, ui.Widget] = {
         "model": ui.Dropdown(options=[*SIZES, CUSTOM], value=named, description="model", layout=narrow, style=style),
         "gpu": ui.Dropdown(options=gpus.names(), value=gpu, description="GPU", layout=narrow, style=style),

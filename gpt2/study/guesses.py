@@ -77,7 +77,7 @@ def guesses() -> GuessWidget:
 
 def _field(name: str) -> ui.Widget:
     question, unit, _ = QUESTIONS[name]
-    options = {"description": question, "style": {"description_width": "270px"}, "layout": ui.Layout(width="500px")}
+    options = {"description": question, "style": {"description_width": "340px"}, "layout": ui.Layout(width="560px")}
     if isinstance(unit, tuple):
         value = kept().get(name)
         return ui.Dropdown(options=["", *unit], value=value if value in unit else "", **options)

@@ -24,5 +24,5 @@ class SizedRecipe(Recipe):
         """The recipe of the calculator's knobs."""
         size = Size(setting.layers, setting.width, setting.heads, setting.vocabulary, setting.context)
         named = next((name for name, known in SIZES.items() if known == size), "124M")
-        return cls(named, setting.batch, setting.length, setting.precision, setting.attention, setting.checkpoint,
-                   setting.loss, setting.optimizer, custom=size)
+        same = ("batch", "length", "precision", "attention", "checkpoint", "loss", "optimizer")
+        return cls(model=named, custom=size, **{name: getattr(setting, name) for name in same})
