@@ -272,6 +272,10 @@ def test_spread_keeps_its_distance_and_moves_little():
     assert labels.spread([9, 9, 9], 1, 0, 10) == [8, 9, 10] and len(labels.spread([5] * 30, 1, 0, 10)) == 30
 
 
+def test_kinds_of_numbers_have_marks_also_with_a_card():
+    assert labels.marker("recorded, H200") == labels.marker("measured") != labels.marker("predicted A40")
+
+
 def test_numbers_as_people_write_them():
     assert palette.mib(1_646_821_376) == "1,570.5 MiB" and palette.mib(-MIB, 1, sign=True) == "−1.0 MiB"
     assert palette.number(0.0, 1, sign=True) == "0.0" and palette.size(512) == "512 B"

@@ -44,7 +44,7 @@ def batch_sweep(table: pd.DataFrame, *, capacity_bytes: int, fixed_bytes: int, s
             rows = works[works["kind"] == kind].sort_values("batch")
             style = marker(kind) | {"markeredgecolor": shade}
             style["markerfacecolor"] = shade if style["markerfacecolor"] != "none" else "none"
-            axes.plot(rows["batch"], rows[column], color=shade, linestyle="-" if kind == "predicted" else "",
+            axes.plot(rows["batch"], rows[column], color=shade, linestyle="-" if kind.startswith("predicted") else "",
                       linewidth=0.9, zorder=3, **style)
     middle = works[works["batch"] <= 0.7 * largest].sort_values("batch").iloc[-1]
     bold = {"weight": "bold"}

@@ -40,7 +40,8 @@ def pointer(colour: str = INK) -> dict:
 
 
 def marker(kind: str) -> dict:
-    """How points of one kind of number look."""
+    """How points of one kind of number look; more words may follow the kind: `predicted, A40`."""
+    kind = kind.replace(",", " ").split()[0]
     hollow = kind == "published"
     return {"marker": MARKERS[kind], "markersize": 6.5 if hollow else 8, "markerfacecolor": "none" if hollow else INK,
             "markeredgewidth": 1.1}

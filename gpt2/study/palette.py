@@ -23,7 +23,7 @@ CACHED = "#E3E3E3"  # reserved and free: always drawn with an edge
 CACHED_EDGE = "#8C8C8C"
 INK, MUTED, FAINT = "#1A1A1A", "#5F5F5F", "#BDBDBD"
 ALARM = "#C1121F"  # requests that fail, and the card's line
-MARKERS = {"published": "s", "predicted": ".", "measured": "+"}  # how the three kinds of numbers are told apart
+MARKERS = {"published": "s", "predicted": ".", "measured": "+", "recorded": "+"}  # how kinds of numbers are told apart
 
 MIB, GIB = 2**20, 2**30
 
