@@ -14,7 +14,8 @@ import torch
 from gpt2.memory import gpus
 from gpt2.memory.trace import Trace
 from gpt2.step import Recipe, Training
-from gpt2.study import subjects
+from gpt2.study import savings_ladder, subjects
+from gpt2.study.backends import attention_backend
 
 MiB = 2**20
 A40_FREE_MIB = 45_440  # what the published A40 had free
@@ -34,6 +35,7 @@ class Experiment:
     steps: int = 3
     limit_mib: int | None = None
     alloc_conf: str = ""
+    backend: str = ""  # the only one that fused attention may use; "" is PyTorch's choice
     tags: tuple[str, ...] = field(default=())
 
     @property
@@ -85,7 +87,7 @@ def record(experiment: Experiment, *, operators: bool = True, stacks: bool = Fal
 
 def _on(card, experiment: Experiment) -> Trace:
     try:
-        with card:
+        with card, attention_backend(experiment.backend):
             experiment.run(card)
     except torch.OutOfMemoryError:
         pass  # an answer, not an accident: card.out_of_memory has it
@@ -151,6 +153,7 @@ def _all() -> Iterable[Experiment]:
         yield Experiment(f"{name}-{precision}", subject=name, batch=batch, precision=precision, tags=("other",))
     yield Experiment("resnet18-sgd", subject="resnet18", batch=32, optimizer="SGD", tags=("other",))
     yield Experiment("mlp-adam", subject="mlp", batch=512, optimizer="Adam", tags=("other",))
+    yield from (Experiment(**fields) for fields in savings_ladder.experiments())
 
 
 EXPERIMENTS = {e.name: e for e in _all()}
