@@ -81,7 +81,8 @@ class Attention(nn.Module):
             y = p @ v_BHTK
         else:
             y = F.scaled_dot_product_attention(
-                q_BHTK, k_BHTK, v_BHTK, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+                q_BHTK, k_BHTK, v_BHTK, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+            )
         y_BTD = y.transpose(1, 2).contiguous().view(B, T, D)
         return F.dropout(self.c_proj(y_BTD), self.dropout, self.training)
 
@@ -150,17 +151,26 @@ class GPT2(nn.Module):
     `loss_chunks`: 0 computes the loss from all logits at once; n > 0 in n chunks, and returns no logits.
     """
 
-    def __init__(self, size: Size, *, attention: str = "explicit", dropout: float = 0.0, checkpoint: str = "none",
-                 loss_chunks: int = 0):
+    def __init__(
+        self,
+        size: Size,
+        *,
+        attention: str = "explicit",
+        dropout: float = 0.0,
+        checkpoint: str = "none",
+        loss_chunks: int = 0,
+    ):
         super().__init__()
         self.size, self.loss_chunks, self.dropout = size, loss_chunks, dropout
         self.checkpoint_every = checkpoint_every(checkpoint)
-        self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(size.vocabulary, size.width),
-            "wpe": nn.Embedding(size.context, size.width),
-            "h": nn.ModuleList(Block(size, attention, dropout, checkpoint) for _ in range(size.layers)),
-            "ln_f": nn.LayerNorm(size.width),
-        })
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(size.vocabulary, size.width),
+                "wpe": nn.Embedding(size.context, size.width),
+                "h": nn.ModuleList(Block(size, attention, dropout, checkpoint) for _ in range(size.layers)),
+                "ln_f": nn.LayerNorm(size.width),
+            }
+        )
         self.lm_head = nn.Linear(size.width, size.vocabulary, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
         self.apply(self._initialise)  # after the layers exist: before them it would initialise nothing
@@ -186,7 +196,8 @@ class GPT2(nn.Module):
         x = self.transformer.ln_f(x)
         if self.loss_chunks and targets_BT is not None:
             return None, chunked_cross_entropy(
-                x.view(B * T, -1), self.lm_head.weight, targets_BT.reshape(-1), self.loss_chunks)
+                x.view(B * T, -1), self.lm_head.weight, targets_BT.reshape(-1), self.loss_chunks
+            )
         logits = self.lm_head(x)
         if targets_BT is None:
             return logits, None

@@ -26,8 +26,12 @@ def backend(card, q, k, v, mask, dropout: float, is_causal: bool, gqa: bool) -> 
     if card.software.cudnn_attention_first:
         order = ("cudnn", *order[:3])
     tests = {"cudnn": _cudnn_takes, "flash": _flash_takes, "efficient": _efficient_takes, "math": lambda *_: True}
-    enabled = {"cudnn": torch._C._get_cudnn_sdp_enabled, "flash": torch._C._get_flash_sdp_enabled,
-               "efficient": torch._C._get_mem_efficient_sdp_enabled, "math": torch._C._get_math_sdp_enabled}
+    enabled = {
+        "cudnn": torch._C._get_cudnn_sdp_enabled,
+        "flash": torch._C._get_flash_sdp_enabled,
+        "efficient": torch._C._get_mem_efficient_sdp_enabled,
+        "math": torch._C._get_math_sdp_enabled,
+    }
     for name in order:
         if enabled[name]() and tests[name](card, q, k, v, mask, dropout, gqa):
             return name
@@ -40,20 +44,40 @@ def _plain(q, k, v) -> bool:
 
 def _cudnn_takes(card, q, k, v, mask, dropout, gqa) -> bool:
     widest = 256 if card.gpu.capability[0] == 9 else 128
-    return (_plain(q, k, v) and card.gpu.capability >= (8, 0) and q.dtype in _HALVES and q.shape[-1] % 8 == 0
-            and v.shape[-1] % 8 == 0 and q.shape[-1] <= widest and v.shape[-1] <= widest
-            and (mask is None or mask.dtype != torch.bool) and q.shape[-2] > 1)
+    return (
+        _plain(q, k, v)
+        and card.gpu.capability >= (8, 0)
+        and q.dtype in _HALVES
+        and q.shape[-1] % 8 == 0
+        and v.shape[-1] % 8 == 0
+        and q.shape[-1] <= widest
+        and v.shape[-1] <= widest
+        and (mask is None or mask.dtype != torch.bool)
+        and q.shape[-2] > 1
+    )
 
 
 def _flash_takes(card, q, k, v, mask, dropout, gqa) -> bool:
-    return (_plain(q, k, v) and card.gpu.capability >= (8, 0) and q.dtype in _HALVES and mask is None
-            and q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and (gqa or q.shape[1] == k.shape[1] == v.shape[1]))
+    return (
+        _plain(q, k, v)
+        and card.gpu.capability >= (8, 0)
+        and q.dtype in _HALVES
+        and mask is None
+        and q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
+        and (gqa or q.shape[1] == k.shape[1] == v.shape[1])
+    )
 
 
 def _efficient_takes(card, q, k, v, mask, dropout, gqa) -> bool:
     aligned = 8 if q.dtype in _HALVES and card.gpu.capability >= (7, 5) else 4 if card.gpu.capability >= (8, 0) else 1
-    return (_plain(q, k, v) and not gqa and q.shape[1] == k.shape[1] and q.shape[-1] % aligned == 0
-            and v.shape[-1] % aligned == 0 and (q.dtype is not torch.bfloat16 or card.gpu.capability >= (8, 0)))
+    return (
+        _plain(q, k, v)
+        and not gqa
+        and q.shape[1] == k.shape[1]
+        and q.shape[-1] % aligned == 0
+        and v.shape[-1] % aligned == 0
+        and (q.dtype is not torch.bfloat16 or card.gpu.capability >= (8, 0))
+    )
 
 
 def _attention(card):
@@ -65,12 +89,14 @@ def _attention(card):
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if choice == "cudnn":
             return aten._scaled_dot_product_cudnn_attention(
-                query, key, value, mask, keep, dropout_p, is_causal, False, scale=scale)[0]
+                query, key, value, mask, keep, dropout_p, is_causal, False, scale=scale
+            )[0]
         if choice == "flash":
             return _flash(query, key, value, dropout_p, is_causal, scale)
         if choice == "efficient":
             return aten._scaled_dot_product_efficient_attention(
-                query, key, value, mask, keep, dropout_p, is_causal, scale=scale)[0]
+                query, key, value, mask, keep, dropout_p, is_causal, scale=scale
+            )[0]
         return _math(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa)
 
     return attention
@@ -144,8 +170,12 @@ def _softmax_like(inner):
 def kernels(card):
     """Register the card's paths while it is simulated."""
     library = torch.library.Library("aten", "IMPL")
-    paths = {"scaled_dot_product_attention": _attention(card), "dropout": _dropout,
-             "softmax.int": _softmax_like(aten._softmax), "log_softmax.int": _softmax_like(aten._log_softmax)}
+    paths = {
+        "scaled_dot_product_attention": _attention(card),
+        "dropout": _dropout,
+        "softmax.int": _softmax_like(aten._softmax),
+        "log_softmax.int": _softmax_like(aten._log_softmax),
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, function in paths.items():

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from gpt2.memory import shapes
 from gpt2.memory.gpus import Gpu
 from gpt2.memory.scratch import Temporaries, rule
 
@@ -22,7 +23,7 @@ def _up(n: int, multiple: int) -> int:
 @rule(aten._scaled_dot_product_cudnn_attention.default)
 def cudnn_forward(tracker, func, args, kwargs):
     """Seed and offset first, also without dropout; then output and statistics; 256 bytes of workspace. MHA.cpp."""
-    out = func(*args, **kwargs)
+    out = shapes.call(func, args, kwargs)
     tracker.outputs((out[6], out[7], out[0], out[1]))
     with Temporaries(tracker.card, "cuDNN attention workspace") as temporaries:
         temporaries.take(256)
@@ -37,7 +38,7 @@ def cudnn_backward(tracker, func, args, kwargs):
     """
     query, key, value = args[1:4]
     B, H, S, K = query.shape
-    out = tracker.outputs(func(*args, **kwargs))
+    out = tracker.outputs(shapes.call(func, args, kwargs))
     size = B * H * S * K * 4 + B * H * S * 4 + 256
     if key.shape[1] != H:
         size += B * H * key.shape[2] * (K + value.shape[3]) * query.element_size()
@@ -68,7 +69,7 @@ def flash_forward(tracker, func, args, kwargs):
     dropout = args[3] if len(args) > 3 else 0.0
     card = tracker.card
     B, H, S, K = query.shape
-    out = func(*args, **kwargs)
+    out = shapes.call(func, args, kwargs)
     tracker.outputs((out[0], out[1]))
     with Temporaries(card, "flash attention accumulators") as temporaries:
         block = 256 if K <= 64 else 128 if K <= 128 else 64
@@ -90,7 +91,7 @@ def flash_backward(tracker, func, args, kwargs):
         for tensor in (grad, output):  # as [B, S, H, K]
             if not tensor.transpose(1, 2).is_contiguous():
                 temporaries.take(tensor.numel() * tensor.element_size())
-        out = tracker.outputs(func(*args, **kwargs))
+        out = tracker.outputs(shapes.call(func, args, kwargs))
         rows = _up(S, 128)
         temporaries.take(B * H * rows * 4)
         temporaries.take(B * rows * H * _up(K, 32 if K <= 128 else 64) * 4)
@@ -107,7 +108,7 @@ def efficient_forward(tracker, func, args, kwargs):
     attention.cu and kernel_forward.h: the output is accumulated in registers up to a head width of 128 (64 keys).
     """
     query, value = args[0], args[2]
-    out = func(*args, **kwargs)
+    out = shapes.call(func, args, kwargs)
     tracker.outputs((out[0], out[1]))
     if query.element_size() < 4 and value.shape[-1] > 128:
         with Temporaries(tracker.card, "efficient attention accumulator") as temporaries:
@@ -134,7 +135,7 @@ def efficient_backward(tracker, func, args, kwargs):
     with Temporaries(tracker.card, "efficient attention backward") as temporaries:
         if not grad.transpose(1, 2).is_contiguous():
             temporaries.take(grad.numel() * grad.element_size())
-        out = tracker.outputs(func(*args, **kwargs))
+        out = tracker.outputs(shapes.call(func, args, kwargs))
         delta = B * H * S * 4
         if query.element_size() == 4:
             product = temporaries.take(grad.numel() * 4)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from gpt2.memory import reduction
+from gpt2.memory import reduction, shapes
 from gpt2.memory.scratch import Temporaries, rule
 
 aten = torch.ops.aten
@@ -30,7 +30,9 @@ def workspace(source: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gro
     """Bytes of cuDNN's workspace for one of the three passes over these tensors."""
     if source.dim() != 4 or groups != 1 or source.is_contiguous(memory_format=torch.channels_last):
         return 0
-    if source.element_size() == 4 and (source.shape[1] < 8 and weight.shape[2] != 7 or not torch.backends.cudnn.allow_tf32):
+    if source.element_size() == 4 and (
+        source.shape[1] < 8 and weight.shape[2] != 7 or not torch.backends.cudnn.allow_tf32
+    ):
         return 0
     pointwise = weight.shape[2] == weight.shape[3] == 1
     return _converted(source, True) + (0 if pointwise else _converted(weight, True)) + _converted(out, False) + _KERNEL
@@ -39,7 +41,7 @@ def workspace(source: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gro
 @rule(aten.convolution.default, aten.cudnn_convolution.default)
 def forward(tracker, func, args, kwargs):
     """Output, then the workspace. native/cudnn/ConvShared.cpp; the bias is added in place."""
-    out = tracker.outputs(func(*args, **kwargs))
+    out = tracker.outputs(shapes.call(func, args, kwargs))
     with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
         temporaries.take(workspace(args[0], args[1], out, args[-1] if isinstance(args[-1], int) else 1))
     return out
@@ -50,7 +52,7 @@ def backward(tracker, func, args, kwargs):
     """Gradients of input, weight and bias, each after the other with its workspace. Convolution.cpp, ConvShared.cpp."""
     grad, source, weight = args[:3]
     groups = args[9] if len(args) > 9 else 1
-    out = func(*args, **kwargs)
+    out = shapes.call(func, args, kwargs)
     dense = grad.is_contiguous() or grad.is_contiguous(memory_format=torch.channels_last)
     for gradient in out[:2]:
         if gradient is not None:
@@ -63,7 +65,9 @@ def backward(tracker, func, args, kwargs):
     if out[2] is not None:
         tracker.outputs(out[2])
         dims = [0, *range(2, grad.dim())]
-        sizes = reduction.scratch(tuple(grad.shape), grad.stride(), grad.element_size(), dims, tracker.card.gpu, tracker.card.software)
+        sizes = reduction.scratch(
+            tuple(grad.shape), grad.stride(), grad.element_size(), dims, tracker.card.gpu, tracker.card.software
+        )
         with Temporaries(tracker.card, "reduction scratch") as temporaries:
             for size in sizes:
                 temporaries.take(size)

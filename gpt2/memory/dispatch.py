@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from gpt2.memory import scratch, values
+from gpt2.memory import scratch, shapes, values
 
 if TYPE_CHECKING:
     from gpt2.memory.simulator import SimulatedGpu
@@ -26,8 +26,17 @@ META = torch.device("meta")
 HOST_VALUES_LIMIT = 16_384  # elements: a larger float tensor made on the host has no values
 _device_of = torch._C.TensorBase.device.__get__
 _in_backward = torch._C._current_graph_task_id
-_HOST_FACTORIES = {aten.empty.memory_format, aten.zeros.default, aten.ones.default, aten.full.default, aten.rand.default,
-                   aten.randn.default, aten.randn.generator, aten.rand.generator, aten.empty_strided.default}
+_HOST_FACTORIES = {
+    aten.empty.memory_format,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.full.default,
+    aten.rand.default,
+    aten.randn.default,
+    aten.randn.generator,
+    aten.rand.generator,
+    aten.empty_strided.default,
+}
 
 
 class Life(weakref.ref):
@@ -110,7 +119,7 @@ class Tracker(TorchDispatchMode):
         rule = scratch.RULES.get(func)
         if rule is not None:
             return rule(self, func, args, kwargs)
-        return self.outputs(func(*args, **kwargs))
+        return self.outputs(shapes.call(func, args, kwargs))
 
     def outputs(self, out):
         """Adopt what an operator returned, in order, and return it."""

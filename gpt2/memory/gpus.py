@@ -40,19 +40,67 @@ class Gpu:
 _H200_CONTEXT = 150_109_880_320 - 149_557_477_376
 
 _GPUS = (
-    Gpu("T4", "Tesla T4", 15_360 * MiB - 449 * MiB, 15_360 * MiB - 449 * MiB - _H200_CONTEXT, 40, 1024, (7, 5),
+    Gpu(
+        "T4",
+        "Tesla T4",
+        15_360 * MiB - 449 * MiB,
+        15_360 * MiB - 449 * MiB - _H200_CONTEXT,
+        40,
+        1024,
+        (7, 5),
         "memory: 15,360 MiB by nvidia-smi less the 449 MiB ECC and driver hold back; SMs: Turing whitepaper; "
-        "context: as recorded on an H200"),
-    Gpu("A40", "NVIDIA A40", 46_068 * MiB - 624 * MiB, 45_440 * MiB, 84, 1536, (8, 6),
-        "memory: 46,068 MiB by nvidia-smi; 45,440 MiB free at start: published with the A40 study; SMs: GA102 whitepaper"),
-    Gpu("A100", "NVIDIA A100-SXM4-80GB", 81_920 * MiB - 669 * MiB, 81_920 * MiB - 669 * MiB - _H200_CONTEXT, 108, 2048, (8, 0),
-        "memory: 81,920 MiB by nvidia-smi, 79.35 GiB total by cudaMemGetInfo; SMs: A100 whitepaper; context: as recorded on an H200"),
-    Gpu("H100", "NVIDIA H100 80GB HBM3", 81_559 * MiB - 458 * MiB, 81_559 * MiB - 458 * MiB - _H200_CONTEXT, 132, 2048, (9, 0),
-        "memory: 81,559 MiB by nvidia-smi, 79.2 GiB total by cudaMemGetInfo; SMs: H100 whitepaper; context: as recorded on an H200"),
-    Gpu("H200", "NVIDIA H200", 150_109_880_320, 149_557_477_376, 132, 2048, (9, 0),
-        "all read on the card: cudaMemGetInfo and cudaDeviceProp, driver 580, CUDA 13.0, 2026"),
-    Gpu("RTX 4090", "NVIDIA GeForce RTX 4090", 24_564 * MiB - 354 * MiB, 24_564 * MiB - 354 * MiB - _H200_CONTEXT, 128, 1536, (8, 9),
-        "memory: 24,564 MiB by nvidia-smi, 23.64 GiB total by cudaMemGetInfo; SMs: Ada whitepaper; context: as recorded on an H200"),
+        "context: as recorded on an H200",
+    ),
+    Gpu(
+        "A40",
+        "NVIDIA A40",
+        46_068 * MiB - 624 * MiB,
+        45_440 * MiB,
+        84,
+        1536,
+        (8, 6),
+        "memory: 46,068 MiB by nvidia-smi; 45,440 MiB free at start: published with the A40 study; SMs: GA102 whitepaper",
+    ),
+    Gpu(
+        "A100",
+        "NVIDIA A100-SXM4-80GB",
+        81_920 * MiB - 669 * MiB,
+        81_920 * MiB - 669 * MiB - _H200_CONTEXT,
+        108,
+        2048,
+        (8, 0),
+        "memory: 81,920 MiB by nvidia-smi, 79.35 GiB total by cudaMemGetInfo; SMs: A100 whitepaper; context: as recorded on an H200",
+    ),
+    Gpu(
+        "H100",
+        "NVIDIA H100 80GB HBM3",
+        81_559 * MiB - 458 * MiB,
+        81_559 * MiB - 458 * MiB - _H200_CONTEXT,
+        132,
+        2048,
+        (9, 0),
+        "memory: 81,559 MiB by nvidia-smi, 79.2 GiB total by cudaMemGetInfo; SMs: H100 whitepaper; context: as recorded on an H200",
+    ),
+    Gpu(
+        "H200",
+        "NVIDIA H200",
+        150_109_880_320,
+        149_557_477_376,
+        132,
+        2048,
+        (9, 0),
+        "all read on the card: cudaMemGetInfo and cudaDeviceProp, driver 580, CUDA 13.0, 2026",
+    ),
+    Gpu(
+        "RTX 4090",
+        "NVIDIA GeForce RTX 4090",
+        24_564 * MiB - 354 * MiB,
+        24_564 * MiB - 354 * MiB - _H200_CONTEXT,
+        128,
+        1536,
+        (8, 9),
+        "memory: 24,564 MiB by nvidia-smi, 23.64 GiB total by cudaMemGetInfo; SMs: Ada whitepaper; context: as recorded on an H200",
+    ),
 )
 
 
@@ -63,6 +111,7 @@ def names() -> list[str]:
 
 def find(name: str) -> Gpu:
     """The profile called `name` (case, blanks and dashes do not matter). ValueError lists the known ones."""
+
     def plain(text: str) -> str:
         return "".join(c for c in text.lower() if c.isalnum())
 

@@ -29,7 +29,9 @@ def is_cuda(device) -> bool:
     """Whether `device`, in any of the forms PyTorch takes, means the card."""
     if isinstance(device, int) and not isinstance(device, bool):
         return True
-    return (isinstance(device, str) and device.startswith("cuda")) or (isinstance(device, torch.device) and device.type == "cuda")
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
 
 
 def checked(device):
@@ -72,23 +74,37 @@ class Patches:
         allocator = card.allocator
         gpu = card.gpu
         answers = {
-            "_cuda_getDeviceCount": lambda *a: 1, "_cuda_getDevice": lambda: 0, "_cuda_setDevice": lambda d: checked(d) and None,
-            "_cuda_exchangeDevice": lambda d: 0, "_cuda_maybeExchangeDevice": lambda d: 0, "_cuda_init": lambda: None,
-            "_cuda_synchronize": lambda: allocator.synchronize(), "_cuda_emptyCache": lambda: allocator.empty_cache(),
-            "_cuda_memoryStats": lambda d: nested(allocator.stats()), "_cuda_ipc_collect": lambda: None,
+            "_cuda_getDeviceCount": lambda *a: 1,
+            "_cuda_getDevice": lambda: 0,
+            "_cuda_setDevice": lambda d: checked(d) and None,
+            "_cuda_exchangeDevice": lambda d: 0,
+            "_cuda_maybeExchangeDevice": lambda d: 0,
+            "_cuda_init": lambda: None,
+            "_cuda_synchronize": lambda: allocator.synchronize(),
+            "_cuda_emptyCache": lambda: allocator.empty_cache(),
+            "_cuda_memoryStats": lambda d: nested(allocator.stats()),
+            "_cuda_ipc_collect": lambda: None,
             "_cuda_resetPeakMemoryStats": lambda d: allocator.reset_peak_stats(),
             "_cuda_resetAccumulatedMemoryStats": lambda d: allocator.reset_accumulated_stats(),
-            "_cuda_setMemoryFraction": lambda f, d: card.set_fraction(f), "_cuda_getMemoryFraction": lambda d: card.fraction,
-            "_cuda_memorySnapshot": lambda *a: card.snapshot(), "_cuda_getAllocatorBackend": lambda: "native",
+            "_cuda_setMemoryFraction": lambda f, d: card.set_fraction(f),
+            "_cuda_getMemoryFraction": lambda d: card.fraction,
+            "_cuda_memorySnapshot": lambda *a: card.snapshot(),
+            "_cuda_getAllocatorBackend": lambda: "native",
             "_cuda_record_memory_history": lambda *a, **k: card.record_history(*a, **k),
-            "_cuda_getCompiledVersion": lambda: 13000, "_cuda_getArchFlags": lambda: "sm_%d%d" % gpu.capability,
-            "_cuda_canDeviceAccessPeer": lambda a, b: False, "_cuda_isCurrentStreamCapturing": lambda: False,
+            "_cuda_getCompiledVersion": lambda: 13000,
+            "_cuda_getArchFlags": lambda: "sm_%d%d" % gpu.capability,
+            "_cuda_canDeviceAccessPeer": lambda a, b: False,
+            "_cuda_isCurrentStreamCapturing": lambda: False,
             "_cuda_clearCublasWorkspaces": lambda: card.clear_workspaces(),
-            "_cuda_hostMemoryStats": lambda: {}, "_cuda_attach_out_of_memory_observer": lambda f: None,
+            "_cuda_hostMemoryStats": lambda: {},
+            "_cuda_attach_out_of_memory_observer": lambda f: None,
             "_cuda_cudaCachingAllocator_raw_alloc": lambda n, s: card.malloc(n),
             "_cuda_cudaCachingAllocator_raw_delete": lambda p: card.free(p),
-            "_cuda_get_sync_debug_mode": lambda: 0, "_cuda_set_sync_debug_mode": lambda m: None,
-            "_cuda_isHistoryEnabled": lambda: card.history, "_cuda_lock_mutex": lambda: None, "_cuda_unlock_mutex": lambda: None,
+            "_cuda_get_sync_debug_mode": lambda: 0,
+            "_cuda_set_sync_debug_mode": lambda m: None,
+            "_cuda_isHistoryEnabled": lambda: card.history,
+            "_cuda_lock_mutex": lambda: None,
+            "_cuda_unlock_mutex": lambda: None,
         }
         for name, answer in answers.items():
             self.set(c, name, answer)
@@ -100,7 +116,9 @@ class Patches:
         self.set(cuda, "is_available", lambda: True)
         self.set(cuda, "is_initialized", lambda: True)
         self.set(cuda, "device_count", lambda: 1)
-        self.set(cuda, "is_bf16_supported", lambda including_emulation=True: gpu.capability >= (8, 0) or including_emulation)
+        self.set(
+            cuda, "is_bf16_supported", lambda including_emulation=True: gpu.capability >= (8, 0) or including_emulation
+        )
         self.set(cuda, "get_device_properties", lambda device=None: checked(device or 0) and card.properties())
         self.set(cuda, "get_device_name", lambda device=None: gpu.device_name)
         self.set(cuda, "get_device_capability", lambda device=None: gpu.capability)
@@ -165,8 +183,13 @@ class Patches:
         self.set(tensor, "is_meta", property(lambda t: tracker.inside and _real_device(t).type == "meta"))
         self.set(tensor, "is_cpu", property(lambda t: not is_on_cuda(t)))
         self.set(tensor, "to", to)
-        self.set(tensor, "cuda", lambda t, device=None, non_blocking=False, memory_format=torch.preserve_format: to(
-            t, CUDA if device is None else device, non_blocking=non_blocking, memory_format=memory_format))
+        self.set(
+            tensor,
+            "cuda",
+            lambda t, device=None, non_blocking=False, memory_format=torch.preserve_format: to(
+                t, CUDA if device is None else device, non_blocking=non_blocking, memory_format=memory_format
+            ),
+        )
         self.set(tensor, "cpu", lambda t, memory_format=torch.preserve_format: to(t, CPU, memory_format=memory_format))
         self.set(tensor, "item", lambda t: values.read(t) if valueless(t) else real_item(t))
         self.set(tensor, "tolist", lambda t: real_tolist(values.to_host(t, {}) if valueless(t) else t))
@@ -174,8 +197,15 @@ class Patches:
         self.set(tensor, "__bool__", boolean)
         for name in ("__int__", "__float__", "__index__"):
             self.set(tensor, name, number(name))
-        self.set(tensor, "__repr__", lambda t, *, tensor_contents=None: (
-            f"tensor(..., device='{t.device}', size={tuple(t.shape)}, dtype={t.dtype})" if valueless(t) else real_repr(t)))
+        self.set(
+            tensor,
+            "__repr__",
+            lambda t, *, tensor_contents=None: (
+                f"tensor(..., device='{t.device}', size={tuple(t.shape)}, dtype={t.dtype})"
+                if valueless(t)
+                else real_repr(t)
+            ),
+        )
         self.set(tensor, "__format__", lambda t, spec: format(t.item(), spec) if t.dim() == 0 else repr(t))
         self.set(tensor, "data_ptr", lambda t: tracker.address(t) if valueless(t) else real_data_ptr(t))
         self.set(tensor, "get_device", lambda t: 0 if is_on_cuda(t) else -1)
@@ -231,12 +261,17 @@ class Patches:
 
         def group(lists, with_indices=False):
             groups = real(lists, with_indices)
-            return {(CUDA if device.type == "meta" else device, dtype): group for (device, dtype), group in groups.items()}
+            return {
+                (CUDA if device.type == "meta" else device, dtype): group for (device, dtype), group in groups.items()
+            }
 
         self.set(torch._C, "_group_tensors_by_device_and_dtype", group)
         real_step = torch.amp.GradScaler._maybe_opt_step
-        self.set(torch.amp.GradScaler, "_maybe_opt_step",
-                 lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs))
+        self.set(
+            torch.amp.GradScaler,
+            "_maybe_opt_step",
+            lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
+        )
         del real_step
 
     # --- streams -------------------------------------------------------------------------------------------------
@@ -252,25 +287,53 @@ class Patches:
                 self.cuda_stream = self.stream_id = card.streams if number is None else number
                 self.device, self.device_index, self.priority = CUDA, 0, priority
 
-            def wait_stream(self, other): pass
-            def wait_event(self, event): pass
-            def query(self): return True
-            def synchronize(self): card.allocator.synchronize()
-            def record_event(self, event=None): return event or Event()
-            def __eq__(self, other): return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
-            def __hash__(self): return hash(self.cuda_stream)
-            def __enter__(self): card.enter_stream(self.cuda_stream)
-            def __exit__(self, *_): card.leave_stream()
+            def wait_stream(self, other):
+                pass
+
+            def wait_event(self, event):
+                pass
+
+            def query(self):
+                return True
+
+            def synchronize(self):
+                card.allocator.synchronize()
+
+            def record_event(self, event=None):
+                return event or Event()
+
+            def __eq__(self, other):
+                return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
+
+            def __hash__(self):
+                return hash(self.cuda_stream)
+
+            def __enter__(self):
+                card.enter_stream(self.cuda_stream)
+
+            def __exit__(self, *_):
+                card.leave_stream()
 
         class Event:
             """An event that has always happened."""
 
-            def __init__(self, *args, **kwargs): pass
-            def record(self, stream=None): pass
-            def wait(self, stream=None): pass
-            def query(self): return True
-            def synchronize(self): pass
-            def elapsed_time(self, other): return values.Unknown(0.0)
+            def __init__(self, *args, **kwargs):
+                pass
+
+            def record(self, stream=None):
+                pass
+
+            def wait(self, stream=None):
+                pass
+
+            def query(self):
+                return True
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other):
+                return values.Unknown(0.0)
 
         @contextmanager
         def stream(which):

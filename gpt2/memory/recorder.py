@@ -36,9 +36,15 @@ class Recorder:
         stacks: keep Python stacks.
     """
 
-    def __init__(self, *, limit_bytes: int | None = None, operators: bool = True, stacks: bool = False,
-                 allocator_conf: str = ""):
-        self.limit_bytes, self.operators, self.stacks, self.allocator_conf = limit_bytes, operators, stacks, allocator_conf
+    def __init__(
+        self, *, limit_bytes: int | None = None, operators: bool = True, stacks: bool = False, allocator_conf: str = ""
+    ):
+        self.limit_bytes, self.operators, self.stacks, self.allocator_conf = (
+            limit_bytes,
+            operators,
+            stacks,
+            allocator_conf,
+        )
         self.marks: list[Mark] = []
         self._phases: list[tuple[int, str, int]] = [(0, "", 0)]
         self.out_of_memory: dict | None = None
@@ -57,7 +63,8 @@ class Recorder:
             self.labels.around = record_function
             self._stack.callback(self.labels.remove)
             self._profiler = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, profile_memory=True)
+                activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, profile_memory=True
+            )
             self._profiler.__enter__()
             self._stack.push(self._profiler.__exit__)
         return self
@@ -87,9 +94,17 @@ class Recorder:
 
     def mark(self, name: str, step: int | None = None) -> None:
         """Note the counters now, under a name."""
-        self.marks.append(Mark(name, self._position(), self.labels.step if step is None else step,
-                               torch.cuda.memory_allocated(), torch.cuda.memory_reserved(),
-                               torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()))
+        self.marks.append(
+            Mark(
+                name,
+                self._position(),
+                self.labels.step if step is None else step,
+                torch.cuda.memory_allocated(),
+                torch.cuda.memory_reserved(),
+                torch.cuda.max_memory_allocated(),
+                torch.cuda.max_memory_reserved(),
+            )
+        )
 
     def trace(self, **meta) -> Trace:
         """What happened, once the recorder has been left. `meta` is added to what is known of the machine."""
@@ -103,10 +118,18 @@ class Recorder:
         if self.out_of_memory:
             self._locate_failure(events)
         marks = [m._replace(event_count=where(m.event_count)) for m in self.marks]
-        about = {"kind": "measured", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-                 "cuda": torch.version.cuda, "limit_bytes": self.limit_bytes, "allocator_conf": self.allocator_conf,
-                 "capacity_bytes": self.free_at_start, "total_bytes": self.total, "out_of_memory": self.out_of_memory,
-                 "max_allocated_bytes": max((m.max_allocated_bytes for m in self.marks), default=0)}
+        about = {
+            "kind": "measured",
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "limit_bytes": self.limit_bytes,
+            "allocator_conf": self.allocator_conf,
+            "capacity_bytes": self.free_at_start,
+            "total_bytes": self.total,
+            "out_of_memory": self.out_of_memory,
+            "max_allocated_bytes": max((m.max_allocated_bytes for m in self.marks), default=0),
+        }
         return Trace(settle(events, self.labels.claims.made), marks, stacks.list, {**about, **meta})
 
     def _with_phases(self, events, where):
@@ -121,8 +144,11 @@ class Recorder:
         failed = next((e for e in reversed(events) if e.action == "oom"), None)
         if failed is not None:
             self.out_of_memory |= {
-                "requested_bytes": failed.requested_bytes, "operator": failed.operator, "module": failed.module,
-                "phase": failed.phase or self.out_of_memory["phase"]}
+                "requested_bytes": failed.requested_bytes,
+                "operator": failed.operator,
+                "module": failed.module,
+                "phase": failed.phase or self.out_of_memory["phase"],
+            }
 
 
 class _Stacks:
@@ -148,8 +174,12 @@ def _events(history, stacks: _Stacks) -> list[Event]:
         entry = history[i]
         action, size = entry["action"], entry["size"]
         address = entry.get("addr", entry.get("device_free", 0))
-        if action == "free_requested" and i + 1 < len(history) and history[i + 1]["action"] == "free_completed" \
-                and history[i + 1]["addr"] == address:
+        if (
+            action == "free_requested"
+            and i + 1 < len(history)
+            and history[i + 1]["action"] == "free_completed"
+            and history[i + 1]["addr"] == address
+        ):
             action, i = "free", i + 1
         if action != "snapshot":
             events.append(Event(action, address, size, size, entry["stream"], stack=stacks.add(entry.get("frames"))))
@@ -205,7 +235,8 @@ def _with_operators(events: list[Event], profiler, meta: dict) -> list[Event]:
         if event.action == "alloc":
             shape = _output_shape(reading["shapes"], event.requested_bytes)
             labelled[i] = event._replace(
-                operator=reading["operator"], module=reading["module"], phase=reading["phase"], shape=shape)
+                operator=reading["operator"], module=reading["module"], phase=reading["phase"], shape=shape
+            )
     meta["operators_matched"] = matched
     return labelled
 
@@ -245,8 +276,12 @@ def _who(spans, modules) -> dict:
     phase = "recompute" if node is not None and module else ""
     if not module and node is not None:
         module = modules.get(node.sequence_nr(), "")
-    return {"operator": operator.name().replace("::", ".") if operator else "", "module": module, "phase": phase,
-            "shapes": operator.shapes() if operator else []}
+    return {
+        "operator": operator.name().replace("::", ".") if operator else "",
+        "module": module,
+        "phase": phase,
+        "shapes": operator.shapes() if operator else [],
+    }
 
 
 def _output_shape(shapes, size: int) -> tuple[int, ...]:

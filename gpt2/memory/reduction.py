@@ -70,12 +70,19 @@ def _coalesced(shape, strides, dims) -> tuple[list, list]:
     TensorIterator puts reduced dimensions first, sorts by stride and merges: TensorIterator.cpp.
     """
     rank = len(shape)
-    chosen = set(range(rank)) if dims is None or dims == [] or dims == () else {
-        d % rank for d in ([dims] if isinstance(dims, int) else dims)} if rank else set()
+    chosen = (
+        set(range(rank))
+        if dims is None or dims == [] or dims == ()
+        else {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
+        if rank
+        else set()
+    )
     groups = []
     for wanted in (False, True):
         dimensions = sorted(
-            ((shape[d], strides[d]) for d in range(rank) if (d in chosen) == wanted and shape[d] != 1), key=lambda x: x[1])
+            ((shape[d], strides[d]) for d in range(rank) if (d in chosen) == wanted and shape[d] != 1),
+            key=lambda x: x[1],
+        )
         merged: list[tuple[int, int]] = []
         for size, stride in dimensions:
             if merged and merged[-1][0] * merged[-1][1] == stride:

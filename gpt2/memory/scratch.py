@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from gpt2.memory import reduction
+from gpt2.memory import reduction, shapes
 
 aten = torch.ops.aten
 RULES: dict = {}
@@ -22,6 +22,7 @@ EMBEDDING_SORT_FROM = 3_072  # indices above which embedding backward sorts: Emb
 
 def rule(*funcs):
     """Register a rule for these operator overloads."""
+
     def register(function):
         RULES.update(dict.fromkeys(funcs, function))
         return function
@@ -64,11 +65,19 @@ def cublas(card) -> None:
     card.workspace("cublas workspace", card.software.cublas_workspace_bytes)
 
 
-@rule(aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default, aten.mv.default, aten.addmv.default,
-      aten.dot.default, aten.vdot.default)
+@rule(
+    aten.mm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.addbmm.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten.vdot.default,
+)
 def matmul(tracker, func, args, kwargs):
     """A GEMM: its output, then cuBLAS's workspace if this thread has none yet. Blas.cpp."""
-    out = tracker.outputs(func(*args, **kwargs))
+    out = tracker.outputs(shapes.call(func, args, kwargs))
     cublas(tracker.card)
     return out
 
@@ -81,7 +90,7 @@ def _takes_cublaslt(bias, mat2, beta) -> bool:
 @rule(aten.addmm.default)
 def addmm(tracker, func, args, kwargs):
     """A linear layer with bias goes through cuBLASLt, which wants a workspace of its own. CUDABlas.cpp."""
-    out = tracker.outputs(func(*args, **kwargs))
+    out = tracker.outputs(shapes.call(func, args, kwargs))
     card = tracker.card
     if not _takes_cublaslt(args[0], args[2], kwargs.get("beta", 1)) or out.numel() == 0:
         cublas(card)
@@ -99,7 +108,7 @@ def addmm(tracker, func, args, kwargs):
 @rule(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
 def reduce(tracker, func, args, kwargs):
     """A reduction that splits one output over several blocks needs scratch and semaphores. Reduce.cuh."""
-    out = tracker.outputs(func(*args, **kwargs))
+    out = tracker.outputs(shapes.call(func, args, kwargs))
     source = args[0]
     dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple | int) else None
     _reduction_scratch(tracker.card, source, dims, "reduction scratch")
@@ -109,7 +118,9 @@ def reduce(tracker, func, args, kwargs):
 def _reduction_scratch(card, source, dims, what) -> None:
     if not source.numel():
         return
-    sizes = reduction.scratch(tuple(source.shape), source.stride(), source.element_size(), dims, card.gpu, card.software)
+    sizes = reduction.scratch(
+        tuple(source.shape), source.stride(), source.element_size(), dims, card.gpu, card.software
+    )
     with Temporaries(card, what) as temporaries:
         for size in sizes:
             temporaries.take(size)
@@ -118,7 +129,7 @@ def _reduction_scratch(card, source, dims, what) -> None:
 @rule(aten._softmax_backward_data.default)
 def softmax_backward(tracker, func, args, kwargs):
     """grad * output is made first, as a tensor of its own. SoftMax.cu, softmax_backward_cuda."""
-    out = tracker.outputs(func(*args, **kwargs))
+    out = tracker.outputs(shapes.call(func, args, kwargs))
     grad = args[0]
     with Temporaries(tracker.card, "softmax backward: grad * output") as temporaries:
         temporaries.take(grad.numel() * grad.element_size())
@@ -128,7 +139,7 @@ def softmax_backward(tracker, func, args, kwargs):
 @rule(aten._safe_softmax.default)
 def safe_softmax(tracker, func, args, kwargs):
     """Rows of minus infinity are looked for after the softmax and set to 0 in place. attention.cpp, _safe_softmax."""
-    out = tracker.outputs(func(*args, **kwargs))
+    out = tracker.outputs(shapes.call(func, args, kwargs))
     scores = args[0]
     with Temporaries(tracker.card, "safe softmax: masked rows") as temporaries:
         for size in (scores.numel(), scores.numel() // scores.shape[args[1]], scores.element_size()):
@@ -146,7 +157,7 @@ def add(tracker, func, args, kwargs):
     if _in_backward() != -1 and tracker.only_the_engine_holds(args, kwargs):
         tracker.card.labels.stack  # the sum has no caller of its own
         return aten.add_.Tensor(*args)
-    return tracker.outputs(func(*args, **kwargs))
+    return tracker.outputs(shapes.call(func, args, kwargs))
 
 
 @rule(aten.embedding.default)
@@ -156,13 +167,13 @@ def embedding(tracker, func, args, kwargs):
     with Temporaries(tracker.card, "embedding: contiguous indices") as temporaries:
         if not indices.is_contiguous():
             temporaries.take(indices.numel() * indices.element_size())
-        return tracker.outputs(func(*args, **kwargs))
+        return tracker.outputs(shapes.call(func, args, kwargs))
 
 
 @rule(aten.native_dropout.default)
 def dropout(tracker, func, args, kwargs):
     """The bool mask is made before the output. Dropout.cu, dropout_cuda."""
-    out, mask = func(*args, **kwargs)
+    out, mask = shapes.call(func, args, kwargs)
     tracker.outputs((mask, out))
     return out, mask
 
@@ -203,13 +214,13 @@ def embedding_backward(tracker, func, args, kwargs):
         if not indices.is_contiguous():
             take(8 * n)
         if n <= EMBEDDING_SORT_FROM and not by_frequency:
-            return tracker.outputs(func(*args, **kwargs))
+            return tracker.outputs(shapes.call(func, args, kwargs))
         take(8 * n)  # sorted indices
         take(8 * n)  # where they came from
         counting = take(8 * n)
         give(take(radix_sort_bytes(n, card.gpu.capability)))
         give(counting)
-        out = tracker.outputs(func(*args, **kwargs))
+        out = tracker.outputs(shapes.call(func, args, kwargs))
         segments = n // 10 + min(n, rows)  # partial sums at most: one per 10 indices and one per row
         take(8 * n)  # where each row's run begins
         take(8)  # how many runs
@@ -232,4 +243,4 @@ def foreach_norm(tracker, func, args, kwargs):
     with Temporaries(tracker.card, "foreach norm: partial sums") as temporaries:
         chunks = max(math.ceil(t.numel() / CHUNK) for t in tensors)
         temporaries.take(4 * len(tensors) * chunks)
-        return tracker.outputs(func(*args, **kwargs))
+        return tracker.outputs(shapes.call(func, args, kwargs))

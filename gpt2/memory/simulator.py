@@ -44,8 +44,15 @@ class SimulatedGpu:
     `torch.OutOfMemoryError` with PyTorch's message. Everything is restored on exit, also after an exception.
     """
 
-    def __init__(self, gpu: str | gpus.Gpu = "H200", *, torch: str | None = None, limit_bytes: int | None = None,
-                 allocator_conf: str = "", stacks: bool = False):
+    def __init__(
+        self,
+        gpu: str | gpus.Gpu = "H200",
+        *,
+        torch: str | None = None,
+        limit_bytes: int | None = None,
+        allocator_conf: str = "",
+        stacks: bool = False,
+    ):
         self.gpu = gpus.find(gpu) if isinstance(gpu, str) else gpu
         self.torch = torch or pytorch.__version__.partition("+")[0]
         self.software = software(self.torch, self.gpu)
@@ -54,12 +61,16 @@ class SimulatedGpu:
         self.settings = Settings.parse(allocator_conf, self.torch)
         self.limit_bytes, self.fraction = limit_bytes, 1.0
         self.driver = Driver(self.gpu.memory_bytes, self.gpu.free_bytes_at_start)
-        self.allocator = CachingAllocator(self.driver, settings=self.settings, limit_bytes=limit_bytes, torch=self.torch,
-                                          record=self._record)
+        self.allocator = CachingAllocator(
+            self.driver, settings=self.settings, limit_bytes=limit_bytes, torch=self.torch, record=self._record
+        )
         self.tracker = Tracker(self)
         self.position = 0  # allocations and frees so far
-        self.labels = Labels(Claims(self.tracker.block, lambda: self.position), stacks=stacks,
-                             forward_begins=self.driver.release_context_range)
+        self.labels = Labels(
+            Claims(self.tracker.block, lambda: self.position),
+            stacks=stacks,
+            forward_begins=self.driver.release_context_range,
+        )
         self.events: list[Event] = []
         self.marks: list[Mark] = []
         self.stream, self.streams, self._stream_stack = 0, 0, []
@@ -101,10 +112,18 @@ class SimulatedGpu:
         except OutOfMemory as error:
             labels = self.labels
             self.out_of_memory = {
-                "step": labels.step, "phase": labels.phase(), "module": labels.module(), "operator": self._operator_name(),
-                "requested_bytes": size, "rounded_bytes": error.rounded_bytes, "segment_bytes": error.segment_bytes,
-                "allocated_bytes": error.allocated_bytes, "reserved_bytes": error.reserved_bytes,
-                "shape": list(self.shape), "line": values.user_line()}
+                "step": labels.step,
+                "phase": labels.phase(),
+                "module": labels.module(),
+                "operator": self._operator_name(),
+                "requested_bytes": size,
+                "rounded_bytes": error.rounded_bytes,
+                "segment_bytes": error.segment_bytes,
+                "allocated_bytes": error.allocated_bytes,
+                "reserved_bytes": error.reserved_bytes,
+                "shape": list(self.shape),
+                "line": values.user_line(),
+            }
             raise pytorch.OutOfMemoryError(error.message()) from None
 
     def take(self, size: int, what: str) -> int:
@@ -143,9 +162,23 @@ class SimulatedGpu:
         self.position += action in ("alloc", "free", "free_requested")
         if action == "alloc" or action == "oom":
             category = Category.WORKSPACE.value if self._library else ""
-            self.events.append(Event(
-                action, address, requested, block, stream, labels.step, labels.phase(), labels.module(), self._operator_name(),
-                tuple(self.shape), str(self.dtype).removeprefix("torch."), category, labels.stack()))
+            self.events.append(
+                Event(
+                    action,
+                    address,
+                    requested,
+                    block,
+                    stream,
+                    labels.step,
+                    labels.phase(),
+                    labels.module(),
+                    self._operator_name(),
+                    tuple(self.shape),
+                    str(self.dtype).removeprefix("torch."),
+                    category,
+                    labels.stack(),
+                )
+            )
         else:
             self.events.append(Event(action, address, requested, block, stream, labels.step, labels.phase()))
 
@@ -164,10 +197,21 @@ class SimulatedGpu:
         """torch.cuda.get_device_properties."""
         gpu = self.gpu
         return SimpleNamespace(
-            name=gpu.device_name, major=gpu.capability[0], minor=gpu.capability[1], total_memory=gpu.memory_bytes,
-            multi_processor_count=gpu.sms, max_threads_per_multi_processor=gpu.threads_per_sm, warp_size=32,
-            is_integrated=False, is_multi_gpu_board=False, regs_per_multiprocessor=65536, gcnArchName="", uuid="",
-            shared_memory_per_block=49152, L2_cache_size=0)
+            name=gpu.device_name,
+            major=gpu.capability[0],
+            minor=gpu.capability[1],
+            total_memory=gpu.memory_bytes,
+            multi_processor_count=gpu.sms,
+            max_threads_per_multi_processor=gpu.threads_per_sm,
+            warp_size=32,
+            is_integrated=False,
+            is_multi_gpu_board=False,
+            regs_per_multiprocessor=65536,
+            gcnArchName="",
+            uuid="",
+            shared_memory_per_block=49152,
+            L2_cache_size=0,
+        )
 
     def record_history(self, enabled="all", *args, **kwargs) -> None:
         """torch.cuda.memory._record_memory_history: the trace is always kept; stacks from here on."""
@@ -213,16 +257,32 @@ class SimulatedGpu:
     def mark(self, name: str, step: int | None = None) -> None:
         """Note the counters now, under a name."""
         allocator = self.allocator
-        self.marks.append(Mark(name, len(self.events), self.labels.step if step is None else step,
-                               allocator.allocated_bytes, allocator.reserved_bytes,
-                               allocator.max_allocated_bytes, allocator.max_reserved_bytes))
+        self.marks.append(
+            Mark(
+                name,
+                len(self.events),
+                self.labels.step if step is None else step,
+                allocator.allocated_bytes,
+                allocator.reserved_bytes,
+                allocator.max_allocated_bytes,
+                allocator.max_reserved_bytes,
+            )
+        )
 
     def trace(self, **meta) -> Trace:
         """What happened so far. `meta` is added to what the card says of itself."""
-        about = {"kind": "predicted", "gpu": self.gpu.name, "torch": self.torch, "limit_bytes": self.limit_bytes,
-                 "allocator_conf": self.allocator_conf, "capacity_bytes": self.gpu.free_bytes_at_start,
-                 "out_of_memory": self.out_of_memory}
-        return Trace(settle(self.events, self.labels.claims.made), list(self.marks), list(self.labels.stacks), {**about, **meta})
+        about = {
+            "kind": "predicted",
+            "gpu": self.gpu.name,
+            "torch": self.torch,
+            "limit_bytes": self.limit_bytes,
+            "allocator_conf": self.allocator_conf,
+            "capacity_bytes": self.gpu.free_bytes_at_start,
+            "out_of_memory": self.out_of_memory,
+        }
+        return Trace(
+            settle(self.events, self.labels.claims.made), list(self.marks), list(self.labels.stacks), {**about, **meta}
+        )
 
 
 def collect_garbage() -> None:

@@ -39,8 +39,17 @@ class Frame(NamedTuple):
     name: str
 
 
-ACTIONS = ("alloc", "free", "free_requested", "free_completed", "segment_alloc", "segment_free", "segment_map",
-           "segment_unmap", "oom")
+ACTIONS = (
+    "alloc",
+    "free",
+    "free_requested",
+    "free_completed",
+    "segment_alloc",
+    "segment_free",
+    "segment_map",
+    "segment_unmap",
+    "oom",
+)
 
 
 class Event(NamedTuple):
@@ -138,7 +147,9 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write columnar, gzipped JSON: bytes are the same for the same trace. Atomic."""
-        columns = {name: _pack(values) for name, values in zip(Event._fields, zip(*self.events, strict=True), strict=True)}
+        columns = {
+            name: _pack(values) for name, values in zip(Event._fields, zip(*self.events, strict=True), strict=True)
+        }
         document = {"format": 1, "meta": self.meta, "marks": self.marks, "stacks": self.stacks, "events": columns}
         text = json.dumps(document, separators=(",", ":"))
         temporary = Path(f"{path}.{os.getpid()}.tmp")

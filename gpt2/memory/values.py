@@ -45,8 +45,10 @@ def initialising() -> bool:
 
 def branch(what: str) -> ValueReadError:
     """The error for a decision that needs a value."""
-    return ValueReadError(f"{user_line()}: {what} needs the value of a tensor, and a simulated GPU computes none; "
-                          "decide by something that is known without running (a step number, a shape)")
+    return ValueReadError(
+        f"{user_line()}: {what} needs the value of a tensor, and a simulated GPU computes none; "
+        "decide by something that is known without running (a step number, a shape)"
+    )
 
 
 _warned = False
@@ -56,7 +58,9 @@ def _warn() -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(f"{user_line()} reads the value of a simulated tensor: it prints as nan (said once)", stacklevel=3)
+        warnings.warn(
+            f"{user_line()} reads the value of a simulated tensor: it prints as nan (said once)", stacklevel=3
+        )
 
 
 class Unknown(float):

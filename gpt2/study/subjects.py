@@ -40,8 +40,17 @@ def _hf_gpt2():
 def _hf_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=12,
-                                        num_attention_heads=16, num_key_value_heads=4, max_position_embeddings=2048))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32_000,
+            hidden_size=1024,
+            intermediate_size=2816,
+            num_hidden_layers=12,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            max_position_embeddings=2048,
+        )
+    )
 
 
 def _hf_bert():
@@ -94,7 +103,10 @@ class ResNet18(nn.Module):
         widths = (64, 64, 128, 256, 512)
         for i in range(1, 5):
             stride = 1 if i == 1 else 2
-            self.add_module(f"layer{i}", nn.Sequential(Residual(widths[i - 1], widths[i], stride), Residual(widths[i], widths[i], 1)))
+            self.add_module(
+                f"layer{i}",
+                nn.Sequential(Residual(widths[i - 1], widths[i], stride), Residual(widths[i], widths[i], 1)),
+            )
         self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
         self.fc = nn.Linear(512, classes)
 
@@ -110,8 +122,16 @@ class SmallCnn(nn.Module):
     def __init__(self):
         super().__init__()
         self.features = nn.Sequential(
-            nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(),
-            nn.MaxPool2d(2), nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+            nn.Conv2d(3, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(64, 128, 3, padding=1),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+        )
         self.head = nn.Linear(128, 10)
 
     def forward(self, x):
@@ -172,20 +192,25 @@ def _next_token(model, data):
     return F.cross_entropy(logits.view(-1, logits.size(-1)), data[0].view(-1))
 
 
-SUBJECTS = {s.name: s for s in (
-    Subject("hf-gpt2", _hf_gpt2, _tokens(50_257, 512), _causal),
-    Subject("hf-llama", _hf_llama, _tokens(32_000, 1024), _causal),
-    Subject("hf-bert", _hf_bert, _tokens(30_522, 512), _causal),
-    Subject("hf-vit", _hf_vit, _images(224, 1000), _hf_classify),
-    Subject("resnet18", ResNet18, _images(224, 1000), _classify),
-    Subject("small-cnn", SmallCnn, _images(64, 10), _classify),
-    Subject("mlp", Mlp, lambda batch: (torch.randn(batch, 784), torch.randint(0, 10, (batch,))), _classify),
-    Subject("torch-transformer", TorchTransformer, _tokens(10_000, 256), _next_token),
-    Subject("lstm", Recurrent, _tokens(10_000, 128), _next_token),
-)}
+SUBJECTS = {
+    s.name: s
+    for s in (
+        Subject("hf-gpt2", _hf_gpt2, _tokens(50_257, 512), _causal),
+        Subject("hf-llama", _hf_llama, _tokens(32_000, 1024), _causal),
+        Subject("hf-bert", _hf_bert, _tokens(30_522, 512), _causal),
+        Subject("hf-vit", _hf_vit, _images(224, 1000), _hf_classify),
+        Subject("resnet18", ResNet18, _images(224, 1000), _classify),
+        Subject("small-cnn", SmallCnn, _images(64, 10), _classify),
+        Subject("mlp", Mlp, lambda batch: (torch.randn(batch, 784), torch.randint(0, 10, (batch,))), _classify),
+        Subject("torch-transformer", TorchTransformer, _tokens(10_000, 256), _next_token),
+        Subject("lstm", Recurrent, _tokens(10_000, 128), _next_token),
+    )
+}
 
 
-def train(subject: Subject, *, watch, batch: int, steps: int = 3, precision: str = "fp32", optimizer: str = "AdamW") -> None:
+def train(
+    subject: Subject, *, watch, batch: int, steps: int = 3, precision: str = "fp32", optimizer: str = "AdamW"
+) -> None:
     """An ordinary training loop on device "cuda"."""
     torch.manual_seed(0)
     model = subject.build()
