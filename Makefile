@@ -41,8 +41,8 @@ figures: venv  ## run the notebooks again and redraw every figure, also what is 
 html: venv  ## export the notebooks as pages, to site/
 	@$(RUN) -m nbconvert --to html --output-dir site --log-level WARN notebooks/*.ipynb
 
-bench: venv  ## how long one prediction takes: GPT-2 124M, three steps
-	@$(RUN) -m timeit -n 1 -r 3 -u sec -s "import os, torch, gpt2.__main__ as cli" "cli.main(['predict', '--gpu', 'A40', '--json'])"
+bench: venv  ## how quick and how exact a prediction is, beside the other ways to get one without a GPU
+	@$(RUN) -m gpt2.study.bench $(ARGS)
 
 lint: venv  ## the linter alone
 	@$(RUN) -m ruff check .
