@@ -35,13 +35,17 @@ class Beside:
         return Recipe(**self.predicted.meta["recipe"])
 
 
-def beside(experiment: Experiment | Recipe, *, gpu: str, torch_release: str, stacks: bool = False,
-           folder: str = HOME) -> Beside:
-    """Predict an experiment, or a recipe in its usual three steps, and find its recording."""
+def beside(
+    experiment: Experiment | Recipe, *, gpu: str, torch_release: str, hooks: bool = False, folder: str = HOME
+) -> Beside:
+    """Predict an experiment, or a recipe in its usual three steps, and find its recording.
+
+    `hooks` puts readings around every block of step 2 and a stack on every event, in the prediction for `gpu` alone.
+    """
     experiment = experiment if isinstance(experiment, Experiment) else of_recipe(experiment)
     found = recorded(experiment.name, folder)
-    twin = None if found is None else predicted(experiment, slug(found.meta["gpu"]), release(found), stacks)
-    return Beside(predicted(experiment, gpu, torch_release, stacks), found, twin)
+    twin = None if found is None else predicted(experiment, slug(found.meta["gpu"]), release(found))
+    return Beside(predicted(replace(experiment, readings=hooks), gpu, torch_release, hooks), found, twin)
 
 
 @cache

@@ -32,8 +32,12 @@ class Shown:
         words = [name for name in cells if self.frame[name].map(lambda value: isinstance(value, str)).any()]
         sides = {name: "left" if name in words else "right" for name in cells}
         head = "".join(f'<th style="text-align: {sides[name]}">{html.escape(name)}</th>' for name in cells)
-        rows = "".join("<tr>" + "".join(f'<td style="text-align: {sides[name]}">{html.escape(row[name])}</td>'
-                                        for name in cells) + "</tr>\n" for _, row in cells.iterrows())
+        rows = "".join(
+            "<tr>"
+            + "".join(f'<td style="text-align: {sides[name]}">{html.escape(row[name])}</td>' for name in cells)
+            + "</tr>\n"
+            for _, row in cells.iterrows()
+        )
         caption = f'<caption style="{_CSS}">{html.escape(self.caption)}</caption>'
         table = f"<table>{caption}\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
         return {"text/html": table, "text/plain": f"{self.caption}\n{cells.to_string(index=False)}"}
@@ -58,8 +62,9 @@ def is_published(trace: Trace) -> bool:
     return trace.meta.get("recipe") == Recipe().__dict__
 
 
-def beside(runs: Beside, rows: Rows, key: Sequence[str], value: str, *, article: Mapping | None = None,
-           unit: str = "MiB") -> pd.DataFrame:
+def beside(
+    runs: Beside, rows: Rows, key: Sequence[str], value: str, *, article: Mapping | None = None, unit: str = "MiB"
+) -> pd.DataFrame:
     """`value` of each trace's rows in a column per trace, with what is published first and the differences.
 
     Args:
@@ -85,7 +90,9 @@ def beside(runs: Beside, rows: Rows, key: Sequence[str], value: str, *, article:
         if head not in out:
             out[head] = column / scale
     if runs.twin is not None:
-        out["recorded less predicted (bytes)" if scale == MIB else "recorded less predicted"] = columns[1] - columns[-1]
+        out["recorded less predicted (bytes)" if scale == MIB else "recorded less predicted"] = (
+            columns[1] - columns[-1]
+        )
     return out
 
 
@@ -98,8 +105,10 @@ def caption(what: str, runs: Beside, article: bool = False) -> str:
     words.append(f"Predicted: {slug(p['gpu']).upper()}, torch {release(runs.predicted)}, without a GPU.")
     if runs.recorded is not None:
         r = runs.recorded.meta
-        words.append(f"Recorded: {r['gpu']}, torch {r['torch']}, driver {r.get('driver', 'unknown')}, "
-                     f"{r.get('date', 'date unknown')}.")
+        words.append(
+            f"Recorded: {r['gpu']}, torch {r['torch']}, driver {r.get('driver', 'unknown')}, "
+            f"{r.get('date', 'date unknown')}."
+        )
     return " ".join(words)
 
 
@@ -112,19 +121,26 @@ def save(name: str, runs: Beside | Trace, rows: Rows) -> None:
 
 def keep(name: str, trace: Trace, table: pd.DataFrame) -> pd.DataFrame:
     """Write one trace's table, with the trace's provenance, under results/<kind>/<gpu>/."""
-    return results.save_table(table, results.table_path(trace.meta["kind"], name, slug(trace.meta["gpu"])),
-                              provenance(trace))
+    return results.save_table(
+        table, results.table_path(trace.meta["kind"], name, slug(trace.meta["gpu"])), provenance(trace)
+    )
 
 
 def provenance(trace: Trace, **config) -> dict:
     """Where a table made of this trace comes from; a recording brings its own date, driver and free memory."""
     meta = trace.meta
-    config = config or {key: meta[key] for key in ("experiment", "steps", "recipe", "limit_bytes", "allocator_conf")
-                        if meta.get(key)}
+    config = config or {
+        key: meta[key] for key in ("experiment", "steps", "recipe", "limit_bytes", "allocator_conf") if meta.get(key)
+    }
     facts = results.provenance(meta["kind"], gpu=meta["gpu"], torch=meta["torch"], config=config, seed=0)
     if meta["kind"] == "measured":
-        facts |= {"date": meta.get("date"), "cuda": meta.get("cuda"), "driver": meta.get("driver"),
-                  "free_bytes": meta.get("capacity_bytes"), "command": "python -m gpt2.study.measure"}
+        facts |= {
+            "date": meta.get("date"),
+            "cuda": meta.get("cuda"),
+            "driver": meta.get("driver"),
+            "free_bytes": meta.get("capacity_bytes"),
+            "command": "python -m gpt2.study.measure",
+        }
     return {key: value for key, value in facts.items() if value is not None}
 
 
@@ -133,8 +149,13 @@ def guessed(guess: float, found: float, unit: str = "MiB") -> str:
     if guess <= 0:
         return f"no guess; found {found:,.0f} {unit}"
     ratio = found / guess
-    far = "right within 5 %" if 0.95 <= ratio <= 1.05 else f"{ratio:.1f} times too low" if ratio > 1 else \
-        f"{1 / ratio:.1f} times too high"
+    far = (
+        "right within 5 %"
+        if 0.95 <= ratio <= 1.05
+        else f"{ratio:.1f} times too low"
+        if ratio > 1
+        else f"{1 / ratio:.1f} times too high"
+    )
     return f"guessed {guess:,.0f} {unit}, found {found:,.0f} {unit}: {far}"
 
 
@@ -149,7 +170,9 @@ def _cell(head: str, value) -> str:
         return str(value)
     if head.startswith("published"):
         return f"{value:,.10g}"
-    whole = isinstance(value, int) or value == int(value) and not any(word in head for word in ("MiB", "share", "nats"))
+    whole = (
+        isinstance(value, int) or value == int(value) and not any(word in head for word in ("MiB", "share", "nats"))
+    )
     sign = "+" if value and head.startswith(("off", "change", "difference", "recorded less")) else ""
     if "(share)" in head:
         return f"{value:{sign}.1%}"

@@ -14,12 +14,23 @@ from gpt2.study import runs, tables
 from gpt2.study.runs import Beside
 from gpt2.study.tables import MIB, Shown
 
-_LINES = {("warmup", 0): "a warm-up matmul", ("model", 0): "model.cuda()",
-          ("optimizer init", 0): "creating the optimizer", ("batch", 0): "batch.cuda()",
-          ("optimizer", 1): "first optimizer.step()", ("optimizer", 2): "second optimizer.step()",
-          ("zero_grad", 1): "zero_grad(set_to_none=True)"}
-_CODE = {"forward": "model(x, y)", "backward": "loss.backward()", "del logits": "del logits",
-         "optimizer": "optimizer.step()", "zero_grad": "optimizer.zero_grad()", "clip": "clip_grad_norm_"}
+_LINES = {
+    ("warmup", 0): "a warm-up matmul",
+    ("model", 0): "model.cuda()",
+    ("optimizer init", 0): "creating the optimizer",
+    ("batch", 0): "batch.cuda()",
+    ("optimizer", 1): "first optimizer.step()",
+    ("optimizer", 2): "second optimizer.step()",
+    ("zero_grad", 1): "zero_grad(set_to_none=True)",
+}
+_CODE = {
+    "forward": "model(x, y)",
+    "backward": "loss.backward()",
+    "del logits": "del logits",
+    "optimizer": "optimizer.step()",
+    "zero_grad": "optimizer.zero_grad()",
+    "clip": "clip_grad_norm_",
+}
 
 
 def lines(trace: Trace, steps: int = 2) -> pd.DataFrame:
@@ -52,8 +63,18 @@ def staircase_rows(beside: Beside) -> pd.DataFrame:
         parts.append(lines(trace).assign(kind=kind, gpu=gpu))
     if tables.is_published(beside.predicted):
         rows = tables.published("01-line-by-line")
-        parts.insert(1, pd.DataFrame({"line": rows["line"], "kind": "published", "gpu": "A40",
-                                      "change_bytes": rows["change_mib"] * MIB, "allocated_bytes": None}))
+        parts.insert(
+            1,
+            pd.DataFrame(
+                {
+                    "line": rows["line"],
+                    "kind": "published",
+                    "gpu": "A40",
+                    "change_bytes": rows["change_mib"] * MIB,
+                    "allocated_bytes": None,
+                }
+            ),
+        )
     parts = [part.astype({"allocated_bytes": "float64"}) for part in parts]
     return pd.concat(parts, ignore_index=True)
 
@@ -68,8 +89,11 @@ def states(trace: Trace) -> pd.DataFrame:
     sums = dict.fromkeys(("weights", "gradients", "Adam m", "Adam v"), 0)
     for block, category in zip(ledger.blocks, ledger.categories, strict=True):
         if block.born <= moment and (block.died is None or block.died > moment):
-            name = {Category.PARAMETERS: "weights", Category.GRADIENTS: "gradients",
-                    Category.OPTIMIZER: "Adam m" if block.event.module.endswith(":exp_avg") else "Adam v"}.get(category)
+            name = {
+                Category.PARAMETERS: "weights",
+                Category.GRADIENTS: "gradients",
+                Category.OPTIMIZER: "Adam m" if block.event.module.endswith(":exp_avg") else "Adam v",
+            }.get(category)
             if name:
                 sums[name] += block.event.requested_bytes
     sums["total"] = sum(sums.values())
@@ -79,8 +103,14 @@ def states(trace: Trace) -> pd.DataFrame:
 
 def parameter_count(trace: Trace) -> int:
     """Trained numbers, from the storages the trace saw: four bytes each, the tied head once."""
-    return sum(b.event.requested_bytes for b in trace.blocks()
-               if b.event.category == Category.PARAMETERS.value and b.event.step == 0) // 4
+    return (
+        sum(
+            b.event.requested_bytes
+            for b in trace.blocks()
+            if b.event.category == Category.PARAMETERS.value and b.event.step == 0
+        )
+        // 4
+    )
 
 
 def sixteen_bytes(beside: Beside) -> Shown:
@@ -119,11 +149,13 @@ def tied_head(model: str = "124M") -> Shown:
     gpt2 = GPT2(size(model))
     head, embedding = gpt2.lm_head.weight, gpt2.transformer.wte.weight
     once = sum(p.numel() for p in gpt2.parameters())
-    rows = [("head and embedding start at one address", str(head.data_ptr() == embedding.data_ptr())),
-            ("they are one storage", str(head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr())),
-            ("parameters, each storage once (count)", f"{once:,}"),
-            ("parameters, the head counted again (count)", f"{once + head.numel():,}"),
-            ("too many by (share)", f"{head.numel() / once:.1%}")]
+    rows = [
+        ("head and embedding start at one address", str(head.data_ptr() == embedding.data_ptr())),
+        ("they are one storage", str(head.untyped_storage().data_ptr() == embedding.untyped_storage().data_ptr())),
+        ("parameters, each storage once (count)", f"{once:,}"),
+        ("parameters, the head counted again (count)", f"{once + head.numel():,}"),
+        ("too many by (share)", f"{head.numel() / once:.1%}"),
+    ]
     return Shown(pd.DataFrame(rows, columns=["question", "answer"]), f"GPT-2 {model} on the CPU, with real values.")
 
 
@@ -138,8 +170,10 @@ def first_loss(model: str = "124M", batch: int = 2, length: int = 128, seed: int
     rows = [("a uniform guess, ln of the vocabulary", uniform), ("untrained model, here", round(loss, 2))]
     rows.append(("untrained model, published", tables.number("first_loss")))
     table = pd.DataFrame(rows, columns=["source", "loss (nats)"])
-    return Shown(table.assign(**{"above uniform (nats)": table["loss (nats)"] - uniform}),
-                 f"Cross-entropy of GPT-2 {model} before training: {batch} x {length} random tokens, on the CPU, fp32.")
+    return Shown(
+        table.assign(**{"above uniform (nats)": table["loss (nats)"] - uniform}),
+        f"Cross-entropy of GPT-2 {model} before training: {batch} x {length} random tokens, on the CPU, fp32.",
+    )
 
 
 def lazy_state(beside: Beside) -> str:
