@@ -6,16 +6,17 @@ MiB = 2**20
 
 
 def mib(size: int) -> str:
-    """Bytes as MiB, spelt out."""
-    return f"{size / MiB:,.2f} MiB"
+    """Bytes as MiB, spelt out; what would read 0.00 MiB as bytes."""
+    return f"{size:,} B" if 0 < size < MiB / 200 else f"{size / MiB:,.2f} MiB"
 
 
 def answer_text(found: dict, title: str) -> str:
     """The table of one answer: verdict, peaks, steps, owners."""
+    if not found["peak"]:
+        return f"{title}\n{verdict(found)}; nothing was allocated on the card"
     lines = [title, verdict(found), ""]
     lines += [f"  {name:<16} {mib(found[f'peak_{name}_bytes']):>16}" for name in ("allocated", "reserved")]
-    if found["peak"]:
-        lines.append(f"  set by           {request(found['peak'])}")
+    lines.append(f"  set by           {request(found['peak'])}")
     lines += ["", f"  {'step':<6}{'peak allocated':>18}{'peak reserved':>18}"]
     lines += [f"  {row['step']:<6}{mib(row['peak_allocated_bytes']):>18}{mib(row['peak_reserved_bytes']):>18}"
               for row in found["per_step"]]
@@ -28,6 +29,8 @@ def answer_text(found: dict, title: str) -> str:
 def verdict(found: dict) -> str:
     """Fits, or the request that failed."""
     failure = found["out_of_memory"]
+    if found["fits"] is None:
+        return "as far as the script came"
     return "fits" if failure is None else f"does not fit: runs out at {request(failure)}"
 
 

@@ -1,0 +1,7 @@
+"""Decides by a value."""
+
+import torch
+
+loss = torch.ones(4, device="cuda").sum()
+if loss.item() > 3:
+    print("unreachable")
