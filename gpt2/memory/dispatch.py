@@ -78,6 +78,8 @@ class Tracker(TorchDispatchMode):
         if func in _HOST_FACTORIES and not self._keeps_values(args, kwargs):
             return func(*args, **{**kwargs, "device": META, "pin_memory": False})
         if self._on_card(args):
+            if func is aten.copy_.default and _device_of(args[0]).type == "cpu":
+                return values.forget(args[0])
             return self._run(func, args, kwargs)
         return self._on_host(func, args, kwargs)
 
@@ -114,6 +116,8 @@ class Tracker(TorchDispatchMode):
     def _run(self, func, args, kwargs):
         card = self.card
         card.operator = func
+        if kwargs.get("generator") is not None:
+            kwargs = {**kwargs, "generator": None}
         if card.labels.path:
             card.labels.note_node()
         rule = scratch.RULES.get(func)

@@ -54,12 +54,12 @@ _GPUS = (
     Gpu(
         "A40",
         "NVIDIA A40",
-        46_068 * MiB - 624 * MiB,
+        45_629 * MiB,
         45_440 * MiB,
         84,
         1536,
         (8, 6),
-        "memory: 46,068 MiB by nvidia-smi; 45,440 MiB free at start: published with the A40 study; SMs: GA102 whitepaper",
+        "memory: 46,068 MiB by nvidia-smi, 44.56 GiB total in PyTorch's messages; 45,440 MiB free at start: published with the A40 study; SMs: GA102 whitepaper",
     ),
     Gpu(
         "A100",

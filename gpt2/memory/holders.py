@@ -13,7 +13,7 @@ import sys
 import sysconfig
 from collections import defaultdict
 from pathlib import Path
-from types import CellType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ _HERE = str(Path(__file__).parent)
 _STUDY = str(Path(__file__).parents[1] / "cli")
 _LIBRARIES = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<frozen", _STUDY, _HERE)
 _DEEPEST = 6  # containers between a tensor and its name
+_ENDS = (torch.nn.Module, ModuleType, FrameType, type)  # what contains these says no more
 
 
 class Name(NamedTuple):
@@ -57,24 +58,26 @@ def short(file: str) -> str:
     return "/".join(parts[-2:] if file.startswith(str(Path(_HERE).parent)) else parts[-1:])
 
 
-def look(card) -> dict[int, Held]:
-    """Address of each block of the card that a tensor has -> its holders. Call it while the run stands still."""
+def look(card, wanted: set[int]) -> dict[int, Held]:
+    """Address of each block of the card that a tensor has -> its holders. Call it while the run stands still.
+
+    Names are looked for where `wanted` has the address; nodes everywhere.
+    """
+    objects = gc.get_objects()  # taken first: nothing that is made here is in it
     live = card.tracker.live
-    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and _key(o) in live]
-    saved = _saved(card, tensors)
+    known: dict[int, list[torch.Tensor]] = {life.address: [] for life in live.values()}
+    for o in objects:
+        if issubclass(type(o), torch.Tensor) and (life := live.get(_key(o))) is not None:
+            known[life.address].append(o)
+    saved = _saved(card, [tensor for group in known.values() for tensor in group])
     frames = _Frames()
-    known: dict[int, list] = defaultdict(list)
-    for tensor in tensors:
-        known[live[_key(tensor)].address].append(tensor)
-    names = frames.names({id(t): t for a, group in known.items() if a not in saved for t in group}, {id(tensors),
-                         id(known), *map(id, known.values())})
-    found = {}
-    for address in {life.address for life in live.values()}:
-        group = known.get(address, ())
-        mine = {name for t in group for name in names.get(id(t), ())}
-        found[address] = Held(tuple(sorted(saved.get(address, ()))), tuple(sorted(mine, key=lambda n: n[:5])),
-                              any(id(t) in frames.operands for t in group))
-    return found
+    asked = {id(t): t for address, group in known.items()
+             if address in wanted and address not in saved for t in group}
+    names = frames.names(asked, objects)
+    return {address: Held(tuple(sorted(saved.get(address, ()))),
+                          tuple(sorted({n for t in group for n in names.get(id(t), ())}, key=lambda n: n[:5])),
+                          any(id(t) in frames.operands for t in group))
+            for address, group in known.items()}
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -114,8 +117,7 @@ def _tensors_of(node) -> list[torch.Tensor]:
             continue
         try:
             raw = getattr(node, name)
-            for each in raw if isinstance(raw, list | tuple) else (raw,):
-                found.append(each.data if each.unpack_hook is not None else each.unpack(node))
+            found += [each.data for each in (raw if isinstance(raw, list | tuple) else (raw,))]
         except (RuntimeError, AttributeError, TypeError):
             pass  # freed: backward has passed here
     if isinstance(node, torch.autograd.function.BackwardCFunction):
@@ -127,70 +129,54 @@ def _tensors_of(node) -> list[torch.Tensor]:
 
 
 class _Frames:
-    """The frames that run, outermost first, and what their names hold."""
+    """The frames that run, and what their names hold."""
 
     def __init__(self):
         self.roots: dict[int, list[Name]] = defaultdict(list)
         self.operands: set[int] = set()
-        self.tables: set[int] = set()  # dicts of variables: the names in them are roots
-        self.mine: set[int] = set()
-        chain: list[FrameType] = []
+        self.passed: set[int] = set()  # frames that run, and their tables of variables: their names are roots
         frame = sys._getframe(1)
         while frame is not None:
-            chain.append(frame)
-            frame = frame.f_back
-        self.running = {id(frame) for frame in chain}
-        for frame in chain:
             self._enter(frame)
+            frame = frame.f_back
 
     def _enter(self, frame: FrameType) -> None:
-        code, file = frame.f_code, frame.f_code.co_filename
-        values = frame.f_locals
-        if code.co_flags & inspect.CO_OPTIMIZED:
-            kept = dict(values)
-            if type(values) is dict:
-                values.clear()  # before Python 3.13 this copy would keep what the frame itself lets go
-            values = kept
-        self.tables.add(id(values))
-        if file.startswith(_HERE):
-            if file.endswith("dispatch.py"):
-                self.operands |= {id(v) for each in values.values() for v in _flat(each)}
+        code, values = frame.f_code, frame.f_locals
+        self.passed |= {id(frame), id(values)}
+        if code.co_flags & inspect.CO_OPTIMIZED and type(values) is dict:
+            values, copy = dict(values), values
+            copy.clear()  # before Python 3.13 this copy would keep what the frame itself lets go
+        if code.co_filename.startswith(_HERE):
+            if code.co_filename.endswith("dispatch.py"):
+                self.operands |= {id(inner) for value in values.values() for inner in _flat(value)}
             return
-        function = code.co_qualname if hasattr(code, "co_qualname") else code.co_name
+        editable = not is_library(code.co_filename)
         for name, value in list(values.items()):
             if not name.startswith("__"):
-                self.roots[id(value)].append(
-                    Name(name, name, function, file, frame.f_lineno, code, not _is_library(file)))
+                self.roots[id(value)].append(Name(
+                    name, name, code.co_qualname, code.co_filename, frame.f_lineno, code, editable))
 
-    def names(self, wanted: dict[int, object], mine: set[int]) -> dict[int, list[Name]]:
-        """The names of each wanted object, directly or through what contains it."""
+    def names(self, wanted: dict[int, object], objects: list) -> dict[int, list[Name]]:
+        """The names of each wanted object, directly or through what contains it. `objects`: where to look for that."""
         above: dict[int, list[tuple[object, str]]] = {}
-        level, self.mine = dict(wanted), mine
+        level = wanted
         for _ in range(_DEEPEST):
-            level = {key: o for key, o in level.items() if key not in above}
-            if not level:
-                break
-            parents = self._parents(level)
-            for key in level:
-                above[key] = parents.get(key, [])
-            level = {id(o): o for group in parents.values() for o, _ in group if id(o) not in self.roots}
+            parents: dict[int, list[tuple[object, str]]] = {key: [] for key in level}
+            for o in objects if level else ():
+                if id(o) not in self.passed:
+                    for inner in gc.get_referents(o):
+                        if id(inner) in parents and (label := _label(o, inner)) is not None:
+                            parents[id(inner)].append((o, label))
+            above |= parents
+            level = {id(o): o for group in parents.values() for o, _ in group
+                     if id(o) not in self.roots and id(o) not in above and not isinstance(o, _ENDS)}
         return {key: self._up(key, above, "", 0) for key in wanted}
-
-    def _parents(self, level: dict[int, object]) -> dict[int, list[tuple[object, str]]]:
-        found: dict[int, list[tuple[object, str]]] = defaultdict(list)
-        for o in gc.get_objects():
-            if id(o) in self.tables or id(o) in self.mine or o is level or o is found or id(o) in self.running:
-                continue
-            for inner in gc.get_referents(o):
-                if id(inner) in level and (label := _label(o, inner)) is not None:
-                    found[id(inner)].append((o, label))
-        return found
 
     def _up(self, key: int, above: dict, path: str, depth: int) -> list[Name]:
         found = [name._replace(path=name.name + path) for name in self.roots.get(key, ())]
         for parent, label in above.get(key, ()) if depth < _DEEPEST else ():
             further = self._up(id(parent), above, label + path, depth + 1)
-            found += further or [_nowhere(parent, label + path)]
+            found += further or [_end(parent, label + path)]
         return found
 
 
@@ -202,39 +188,41 @@ def _flat(value) -> list:
     return [value]
 
 
-def _is_library(file: str) -> bool:
+def is_library(file: str) -> bool:
+    """Whether a file is not the user's own."""
     return file.startswith(_LIBRARIES) or "site-packages" in file or "dist-packages" in file
 
 
 def _label(holder, inner) -> str | None:
-    """How one gets from a holder to what it holds; None if the holder does not count."""
+    """How one gets from a holder to what it holds; None if the holder does not count: a tensor does not hold another."""
+    if issubclass(type(holder), torch.Tensor):
+        return None
     if isinstance(holder, dict):
         return next((f"[{key!r}]" for key, value in list(holder.items()) if value is inner), "")
     if isinstance(holder, list | tuple):
         return next((f"[{i}]" for i, value in enumerate(holder) if value is inner), "")
-    if isinstance(holder, CellType):
-        return ""
+    if isinstance(holder, FrameType):
+        return next((name for name, value in holder.f_locals.items() if value is inner), "")
     if isinstance(holder, FunctionType):
-        for name, cell in zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False):
-            if cell is inner:
-                return f" {name}"
+        cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
+        return next((name for name, cell in cells if cell is inner), "")
+    attributes = getattr(holder, "__dict__", None)
+    if not isinstance(attributes, dict) or isinstance(holder, type | ModuleType):
         return ""
-    if issubclass(type(holder), torch.Tensor) or isinstance(holder, FrameType | MethodType):
-        return "" if isinstance(holder, FrameType) else None if not isinstance(holder, MethodType) else ""
-    attribute = next((name for name, value in (getattr(holder, "__dict__", None) or {}).items() if value is inner), "")
-    return f".{attribute}" if attribute else ""
+    return next((f".{name}" for name, value in attributes.items() if value is inner), "")
 
 
-def _nowhere(holder, path: str) -> Name:
+def _end(holder, path: str) -> Name:
     """The end of the way up without a name of a running frame: say what stands there."""
     if isinstance(holder, FrameType):
         code = holder.f_code
-        return Name("", f"a traceback or generator, frame of{path}", code.co_qualname, code.co_filename,
-                    holder.f_lineno, None, False)
+        return _nameless(f"a traceback or generator, by {path}", code.co_qualname, code.co_filename, holder.f_lineno)
     if isinstance(holder, FunctionType):
-        return Name("", f"a closure:{path}", holder.__qualname__, holder.__code__.co_filename, 0, None, False)
-    if isinstance(holder, ModuleType):
-        return Name("", f"a global:{path}", holder.__name__, getattr(holder, "__file__", "") or "", 0, None, False)
+        return _nameless(f"a closure, by {path}", holder.__qualname__, holder.__code__.co_filename)
     kind = type(holder)
-    module = sys.modules.get(kind.__module__)
-    return Name("", f"{kind.__qualname__}{path}", kind.__module__, getattr(module, "__file__", "") or "", 0, None, False)
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return _nameless(f"an object, by {kind.__qualname__}{path}", kind.__module__, file)
+
+
+def _nameless(path: str, function: str, file: str, line: int = 0) -> Name:
+    return Name("", path, function, file, line, None, False)

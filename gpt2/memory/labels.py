@@ -7,6 +7,7 @@ optimizer's step. In backward the module is the one whose forward made the autog
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -35,7 +36,8 @@ class Labels:
         self.optimizing = False
         self.around = None  # makes a profiler range of a name; a real GPU's recorder wants one per module
         self._ranges: list = []
-        self.finished = 0  # optimizer steps done
+        self.begun = False  # a forward or an optimizer's step has been seen
+        self.steps_of: Counter = Counter()  # steps done, by optimizer
         self.with_stacks = stacks
         self.stacks: list[tuple[Frame, ...]] = []
         self._stack_index: dict[tuple, int] = {}
@@ -56,6 +58,12 @@ class Labels:
         """Take the hooks away again."""
         for handle in self._handles:
             handle.remove()
+
+    def current_step(self) -> int:
+        """The announced step; else one more than the busiest optimizer has done, 0 before the first forward."""
+        if self.announced or not self.begun:
+            return self.step
+        return 1 + max(self.steps_of.values(), default=0)
 
     def phase(self) -> str:
         """The announced phase, or the inferred one; a forward inside the engine is a recomputation."""
@@ -99,6 +107,7 @@ class Labels:
 
     def _enter(self, module, args) -> None:
         if not self.path:
+            self.begun = True
             self.forward_begins()
             self.claims.module(module)
         if module not in self._names:
@@ -115,10 +124,10 @@ class Labels:
             self._ranges.pop().__exit__(None, None, None)
 
     def _step_begins(self, optimizer, args, kwargs) -> None:
-        self.optimizing = True
+        self.optimizing = self.begun = True
         self.claims.gradients(optimizer)
 
     def _step_ends(self, optimizer, args, kwargs) -> None:
         self.optimizing = False
         self.claims.state(optimizer)
-        self.finished += 1
+        self.steps_of[id(optimizer)] += 1

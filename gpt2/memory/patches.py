@@ -7,6 +7,7 @@ are replaced on `torch.Tensor`. `Patches` undoes it all.
 
 from __future__ import annotations
 
+import inspect
 import types
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -215,9 +216,12 @@ class Patches:
         self._constructors()
         self._parameters()
         self._grouping()
+        self._files()
+        self._loaders()
 
     def _constructors(self) -> None:
         """`torch.tensor(..., device="cuda")` makes a host tensor first and moves it; a device without index fails there."""
+        torch.utils._device._device_constructors()  # remembered now, with PyTorch's own functions
         for name in ("tensor", "as_tensor", "asarray", "scalar_tensor"):
             real = getattr(torch, name)
 
@@ -254,6 +258,47 @@ class Patches:
             return real_new(cls, data, requires_grad)
 
         self.set(torch.nn.Parameter, "__new__", staticmethod(new))
+
+    def _files(self) -> None:
+        """torch.save notes that a tensor was on the card; torch.load puts it there. Contents do not exist."""
+        tracker, serialization = self.card.tracker, torch.serialization
+        real_tag, real_restore = serialization.location_tag, serialization.default_restore_location
+
+        def tag(storage):
+            untyped = getattr(storage, "_untyped_storage", storage)
+            return "cuda:0" if untyped._cdata in tracker.live else real_tag(storage)
+
+        def restore(storage, location):
+            if not str(location).startswith("cuda"):
+                return real_restore(storage, location)
+            checked(torch.device(location))
+            return torch.empty(storage.nbytes(), dtype=torch.uint8, device=CUDA).untyped_storage()
+
+        class Generator(torch._C.Generator):
+            """A generator of the card draws nothing; the host's stands in."""
+
+            def __new__(cls, device="cpu"):
+                return super().__new__(cls, CPU if is_cuda(device) else device)
+
+        self.set(serialization, "location_tag", tag)
+        self.set(serialization, "default_restore_location", restore)
+        self.set(torch, "Generator", Generator)
+
+    def _loaders(self) -> None:
+        """Data is loaded in this process: host tensors without values cannot travel between processes, and workers and
+        pinned memory take nothing of the card."""
+        loader = torch.utils.data.DataLoader
+        real_init = loader.__init__
+        signature = inspect.signature(real_init)
+
+        def init(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            extra = given.pop("kwargs", {})
+            dropped = ("num_workers", "prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+            given = {name: value for name, value in given.items() if name not in dropped}
+            real_init(given.pop("self"), **{**given, **extra, "pin_memory": False})
+
+        self.set(loader, "__init__", init)
 
     def _grouping(self) -> None:
         """Foreach code groups tensors by device in C++, which sees meta."""

@@ -160,6 +160,37 @@ def add(tracker, func, args, kwargs):
     return tracker.outputs(shapes.call(func, args, kwargs))
 
 
+@rule(aten.native_layer_norm_backward.default)
+def layer_norm_backward(tracker, func, args, kwargs):
+    """Tall and narrow inputs: partial sums of the weight's and bias's gradients, then two reductions.
+
+    layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: more than 65,536 rows and too few columns for the card.
+    """
+    card, grad, weight = tracker.card, args[0], args[5]
+    columns = math.prod(args[2])
+    rows = grad.numel() // columns
+    out = shapes.call(func, args, kwargs)
+    tall = rows > 65_536 and columns // 32 < card.gpu.sms // 2 and card.software.release >= (2, 8)
+    if weight is None or not tall:
+        return tracker.outputs(out)
+    tracker.outputs(out[0])
+    tiles = math.ceil(columns / 32)
+    blocks = min(math.ceil(rows / 32), 32_768 // tiles)
+    size, itemsize = columns * weight.element_size(), weight.element_size()
+    with Temporaries(card, "layer norm backward: partial sums") as temporaries:
+        replaced = [temporaries.take(size), temporaries.take(size)]
+        temporaries.take(blocks * size)
+        temporaries.take(blocks * size)
+        for gradient, old in zip(out[1:], replaced, strict=True):
+            tracker.outputs(gradient)
+            scratch = reduction.scratch((blocks, columns), (columns, 1), itemsize, [0], card.gpu, card.software)
+            with Temporaries(card, "reduction scratch") as inner:
+                for bytes_ in scratch:
+                    inner.take(bytes_)
+            temporaries.give(old)
+    return out
+
+
 @rule(aten.embedding.default)
 def embedding(tracker, func, args, kwargs):
     """Indices that are not contiguous are copied first. Embedding.cpp: index_select(indices.reshape(-1))."""

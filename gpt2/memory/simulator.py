@@ -112,7 +112,7 @@ class SimulatedGpu:
         except OutOfMemory as error:
             labels = self.labels
             self.out_of_memory = {
-                "step": labels.step,
+                "step": labels.current_step(),
                 "phase": labels.phase(),
                 "module": labels.module(),
                 "operator": self._operator_name(),
@@ -169,7 +169,7 @@ class SimulatedGpu:
                     requested,
                     block,
                     stream,
-                    labels.step,
+                    labels.current_step(),
                     labels.phase(),
                     labels.module(),
                     self._operator_name(),
@@ -180,7 +180,7 @@ class SimulatedGpu:
                 )
             )
         else:
-            self.events.append(Event(action, address, requested, block, stream, labels.step, labels.phase()))
+            self.events.append(Event(action, address, requested, block, stream, labels.current_step(), labels.phase()))
 
     # --- what torch.cuda asks -------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class SimulatedGpu:
             Mark(
                 name,
                 len(self.events),
-                self.labels.step if step is None else step,
+                self.labels.current_step() if step is None else step,
                 allocator.allocated_bytes,
                 allocator.reserved_bytes,
                 allocator.max_allocated_bytes,
