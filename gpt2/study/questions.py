@@ -19,7 +19,7 @@ from gpt2.study.runs import Beside
 from gpt2.study.tables import MIB, Shown
 
 STEP = 2
-_BLOCK = re.compile(r"(?:transformer\.)?h\.(\d+)\b")
+BLOCK = re.compile(r"(?:transformer\.)?h\.(\d+)\b")
 MODEL = Path(__file__).parents[1] / "model.py"
 
 
@@ -75,7 +75,7 @@ def block_windows(trace: Trace) -> dict[int, tuple[int, int]]:
     for i in range(first, past):
         event = trace.events[i]
         if event.action == "alloc" and event.phase == "forward":
-            match = _BLOCK.search(event.module)
+            match = BLOCK.search(event.module)
             order.append((i, int(match[1]) + 1 if match else 0))
     for i, number in order:
         if number:
@@ -143,7 +143,7 @@ def gradients(trace: Trace) -> pd.DataFrame:
     for block in trace.blocks():
         event = block.event
         if event.step == STEP and event.category == Category.GRADIENTS.value:
-            match = _BLOCK.search(event.module)
+            match = BLOCK.search(event.module)
             late = "wte" in event.module or "wpe" in event.module
             name = f"block {int(match[1]) + 1}" if match else "embeddings" if late else "final norm"
             row = rows.setdefault(name, [0, 0, block.born - first + 1])

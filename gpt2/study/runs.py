@@ -70,6 +70,11 @@ def of_recipe(recipe: Recipe) -> Experiment:
     return next(known, replace(plain, name=recipe.describe()))
 
 
+def of_trace(trace: Trace) -> Recipe:
+    """The recipe that a trace was made with; options that its day did not know have their defaults."""
+    return Recipe(**trace.meta["recipe"])
+
+
 def slug(gpu: str) -> str:
     """The name of a card as a folder: `NVIDIA H200` is `h200`; of a card without a profile, its device name."""
     try:

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import pandas as pd
 
+from gpt2.memory.ledger import Ledger
 from gpt2.memory.trace import Trace
 from gpt2.study import results
 from gpt2.study.runs import Beside, release, slug, source
@@ -110,6 +111,11 @@ def caption(what: str, runs: Beside, article: bool = False) -> str:
             f"{r.get('date', 'date unknown')}."
         )
     return " ".join(words)
+
+
+def timeline(trace: Trace, step: int = 2) -> pd.DataFrame:
+    """Bytes of each owner after each event of a step, for the figures."""
+    return Ledger(trace).timeline([step])
 
 
 def save(name: str, runs: Beside | Trace, rows: Rows) -> None:
