@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gpt2.cli import main
+from gpt2.memory import gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -74,11 +75,12 @@ def test_what_a_script_asks_of_its_gpu(simulate, tmp_path):
     status, out, err, _ = simulate("questions.py")
     assert status == 0, err
     lines = dict(line.split(" ", 1) for line in out.splitlines() if not line.startswith("|"))
-    workspace, matrix = 8_519_680, 4_000_256
+    workspace, matrix, card = 8_519_680, 4_000_256, gpus.find("A40")
     assert lines["name"] == "NVIDIA A40 NVIDIA A40" and lines["capability"] == "(8, 6)"
-    assert lines["count"] == "1 True 0" and lines["total"] == str(45_444 * MIB)
+    assert lines["count"] == "1 True 0" and lines["total"] == str(card.memory_bytes)
     assert lines["allocated"] == f"{workspace + matrix} {workspace + 2 * matrix}"
-    assert lines["reserved"] == f"{20 * MIB} {20 * MIB}" and lines["free"] == f"{45_420 * MIB} {45_444 * MIB}"
+    assert lines["reserved"] == f"{20 * MIB} {20 * MIB}"
+    assert lines["free"] == f"{card.free_bytes_at_start - 20 * MIB} {card.memory_bytes}"
     assert lines["stats"] == f"{workspace + matrix} 0 1" and "CUDA memory summary" in out
     assert lines["snapshot"] == "1 True" and lines["list"] == "1" and lines["after"] == f"{20 * MIB} 0.5"
     assert main(["snapshot", str(tmp_path / "snapshot.pickle")]) == 0
@@ -160,6 +162,15 @@ def test_trace_and_snapshot_are_saved(simulate, tmp_path, capfd):
         assert json.loads(capfd.readouterr().out)["peak"]["allocated_bytes"] == found["peak_allocated_bytes"]
     assert main(["diff", str(trace), str(trace)]) == 0
     assert capfd.readouterr().out.startswith("identical")
+
+
+def test_who_keeps_the_peak_alive(simulate):
+    options = ("--gpu", "A40", "--torch", "2.11.0", "--keeps")
+    _, out, err, found = simulate("out_of_memory.py", "catch", options=options)
+    assert out.count("caught") == 1, "the script is heard once, however often it runs"
+    assert "What keeps 36.00 GiB alive" in err
+    assert sum(row["bytes"] for row in found["keeps"]["rows"]) == found["peak_allocated_bytes"]
+    assert all("kept[" in row["keeper"] for row in found["keeps"]["rows"][1:])
 
 
 def test_as_from_a_shell(tmp_path):

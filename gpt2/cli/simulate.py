@@ -3,9 +3,9 @@
 Exit status: the script's own; 1 if it failed, 0 if the card ran out of memory, which is an answer. Its standard output
 is left alone; the summary goes to standard error, and `--json` to a file.
 
-Training steps are counted by optimizer steps: step n begins with the first forward after n - 1 of them. Peaks are over
-the whole run. `fits` says that no allocation failed, or that the script caught what failed (`caught` lists it);
-it is null if the script ended for another reason (`error`).
+Training steps are counted by optimizer steps: step n ends with the nth. Peaks are over the whole run. `fits` says that
+no allocation failed, or that the script caught what failed (`caught` lists it); it is null if the script ended for
+another reason (`error`).
 
 Allocator settings come from --alloc-conf, else from PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF. They are read at the
 first allocation, so a script may still set them in os.environ, before or after it imports torch. PyTorch itself is
@@ -15,9 +15,11 @@ imported before the script begins: what it reads from the environment at that mo
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 
 from gpt2.cli import options, tables
 from gpt2.cli.options import UserError
@@ -38,25 +40,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the script on the card; say what it took."""
-    if arguments.alloc_conf is None:
+    late = arguments.alloc_conf is None
+    if late:
         arguments.alloc_conf = environment()
-        late = True
-    else:
-        late = False
     gpu = options.card(arguments)
     script = _script(arguments)
     script.check()
-    card = _card(gpu, arguments)
+    from gpt2.memory.simulator import collect_garbage
+
     outcome = Outcome()
-    with card:
+    collect_garbage()
+    with _card(gpu, arguments) as card:
         if late:
             read_environment_late(card)
-        handles = count_steps(card)
         outcome.run(script)
         trace = card.trace(argv=script.argv)
-        for handle in handles:
-            handle.remove()
-    return _report(trace, outcome, arguments)
+    outcome.kept = None
+    found = _answer(trace, outcome)
+    if arguments.keeps and outcome.error is None:
+        found["keeps"] = _keeps(trace, script, lambda: _card(gpu, arguments), late)
+    _report(found, trace, arguments)
+    return outcome.status
 
 
 def _script(arguments: argparse.Namespace) -> Script:
@@ -130,18 +134,7 @@ def read_environment_late(card) -> None:
     card.malloc = first
 
 
-def count_steps(card) -> list:
-    """Number the steps of a training loop that announces none: one ends with each step of an optimizer."""
-    from torch.nn.modules.module import register_module_forward_pre_hook
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    def now(*_):
-        card.labels.step = card.labels.finished + 1
-
-    return [register_module_forward_pre_hook(now), register_optimizer_step_pre_hook(now)]
-
-
-def _report(trace, outcome: Outcome, arguments: argparse.Namespace) -> int:
+def _answer(trace, outcome: Outcome) -> dict:
     from gpt2.memory.answer import answer, request
 
     failures = [request(event._asdict()) for event in trace.events if event.action == "oom"]
@@ -149,15 +142,40 @@ def _report(trace, outcome: Outcome, arguments: argparse.Namespace) -> int:
         trace.meta["out_of_memory"] = None
     found = answer(trace, whole_run=True)
     del found["recipe"]
-    found |= {"fits": outcome.fits, "argv": trace.meta["argv"], "error": outcome.error,
-              "caught": failures if outcome.fits is not False else failures[:-1]}
+    return found | {"fits": outcome.fits, "argv": trace.meta["argv"], "error": outcome.error,
+                    "caught": failures if outcome.fits is not False else failures[:-1]}
+
+
+def _keeps(trace, script: Script, card, late: bool):
+    """Who keeps the blocks at the peak alive. The script runs twice more for it, unheard."""
+    from gpt2.memory.keepers import at_event
+
+    def program(card) -> object:
+        if late:
+            read_environment_late(card)
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+            try:
+                return script.run()
+            except SystemExit:
+                return None
+
+    with options.refusing():
+        return at_event(trace, trace.peak(), program, card)
+
+
+def _report(found: dict, trace, arguments: argparse.Namespace) -> None:
+    kept = found.pop("keeps", None)
+    text = _text(found)
+    if kept is not None:
+        text += f"\n\n{kept.text()}"
+        found["keeps"] = {"rows": [row._asdict() for row in kept.rows],
+                          "releases": [dataclasses.asdict(release) for release in kept.releases]}
     if arguments.trace:
         save_trace(trace, arguments.trace)
     if arguments.json:
         write_json(found, arguments.json)
     sys.stdout.flush()
-    print(f"\n{_text(found)}", file=sys.stderr)
-    return outcome.status
+    print(f"\n{text}", file=sys.stderr)
 
 
 def save_trace(trace, path: str) -> None:

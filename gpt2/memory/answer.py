@@ -49,11 +49,15 @@ def _highest(allocated: list[int], first: int, end: int) -> int:
 
 
 def _spans(trace: Trace) -> list[tuple[int, int, int]]:
-    """(step, first event, event after the last) of each step from 1 on; of step 0 if there is no other."""
+    """(step, first event, event after the last) of each step from 1 on; of step 0 if there is no other. A step that
+    only frees is none: it is what a loop does after its last one."""
     bounds: dict[int, list[int]] = {}
+    asked = set()
     for i, event in enumerate(trace.events):
         bounds.setdefault(event.step, [i, i])[1] = i + 1
-    steps = [(step, first, end) for step, (first, end) in sorted(bounds.items())]
+        if event.action in ("alloc", "oom"):
+            asked.add(event.step)
+    steps = [(step, first, end) for step, (first, end) in sorted(bounds.items()) if step in asked]
     return [span for span in steps if span[0] > 0] or steps
 
 
