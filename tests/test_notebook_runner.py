@@ -33,7 +33,7 @@ results.save_figure(figure, "01-good", alt="A line that goes up to the batch, ei
 WIDGET = """import ipywidgets
 slider = ipywidgets.IntSlider()
 bundle = slider._repr_mimebundle_()
-display({"text/html": "<b>a still</b>"} | bundle, raw=True)"""
+display(bundle | {"image/png": "AAAA", "text/plain": "a slider\\nat 0"}, raw=True)"""
 NOISE = """warnings.warn("look out")
 print("50%\\r100%")
 print(os.path.abspath("x.csv"), object(), os.path.expanduser("~/secret"))"""
@@ -157,7 +157,7 @@ def test_noise_pictures_and_widgets_become_what_can_be_read_without_a_kernel(stu
     assert printed.text == "100%\nnotebooks/x.csv <object object> ~/secret\n"
     assert "5242880" not in table.data["text/plain"] and "8192" in table.data["text/plain"]
     assert picture.data["text/plain"].startswith("A line") and picture.metadata["image/png"]["alt"].startswith("A line")
-    assert set(widget.data) == {"text/html", "text/plain"}
+    assert set(widget.data) == {"image/png", "text/plain"} and widget.metadata["image/png"]["alt"] == "a slider at 0"
     assert value.data["text/plain"] == "16"
 
 

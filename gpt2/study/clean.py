@@ -86,7 +86,7 @@ def _outputs(cell, number: int, warnings: list[str]) -> list:
         elif output.output_type == "error":
             output.traceback = [_anonymous(line) for line in output.traceback]
         else:
-            _clean_data(output.data, number)
+            _clean_data(output, number)
             if output.output_type == "execute_result":
                 output.execution_count = cell.execution_count
     return [output for output in kept if output.get("text", "kept")]
@@ -101,13 +101,17 @@ def _clean_stream(output, warnings: list[str]) -> None:
     output.text = _anonymous("\n".join(lines))
 
 
-def _clean_data(data: dict, number: int) -> None:
+def _clean_data(output, number: int) -> None:
+    """Drop the view of a widget; its text becomes the alt text of its picture, for pages without a kernel."""
+    data = output.data
     for kind in list(data):
         if kind.startswith("text/"):
             data[kind] = _anonymous(data[kind])
     if data.pop(WIDGET_VIEW, None) is not None:
         if "text/plain" not in data or not any(kind in data for kind in PICTURES):
             raise NothingToSee(f"cell {number} shows a widget without a picture and a text beside it")
+        if "image/png" in data:
+            output.metadata.setdefault("image/png", {}).setdefault("alt", " ".join(data["text/plain"].split()))
 
 
 def _anonymous(text: str) -> str:

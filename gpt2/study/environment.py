@@ -22,32 +22,43 @@ OLDEST = (3, 11)
 
 def main() -> None:
     """Bring .venv up to date, or exit with one clear line."""
+    if is_finished():
+        return
     try:
         (ROOT / "build").mkdir(exist_ok=True)
         with open(ROOT / "build" / "venv.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            bring_up_to_date()
+            if not is_finished():  # another make may have made it while we waited
+                bring_up_to_date()
     except OSError as error:
         sys.exit(f"error: cannot make .venv: {error}")
 
 
 def bring_up_to_date() -> None:
     """Create what is missing or broken, install what changed."""
-    wanted = hashlib.sha256((ROOT / "requirements.txt").read_bytes() + str(ROOT).encode()).hexdigest()
-    sound = is_working() and not INSTALLING.exists()
-    if sound and FINISHED.is_file() and FINISHED.read_text() == wanted:
-        return
-    if not sound:
+    if not is_working():
         create()
     FINISHED.unlink(missing_ok=True)
     install()
     packages = subprocess.check_output([PYTHON, "-c", "import site; print(site.getsitepackages()[0])"], text=True)
     (Path(packages.strip()) / "study.pth").write_text(f"{ROOT}\n")  # kernels of this .venv find the package
-    FINISHED.write_text(wanted)
+    FINISHED.write_text(wanted())
+
+
+def wanted() -> str:
+    """What a finished .venv says: a hash of the requirements it meets and of the place it was made for."""
+    return hashlib.sha256((ROOT / "requirements.txt").read_bytes() + str(ROOT).encode()).hexdigest()
+
+
+def is_finished() -> bool:
+    """Whether .venv works and meets the requirements."""
+    return FINISHED.is_file() and FINISHED.read_text() == wanted() and is_working()
 
 
 def is_working() -> bool:
-    """Whether .venv has an interpreter that runs and is new enough."""
+    """Whether .venv has an interpreter that runs and is new enough, and was not given up half made."""
+    if INSTALLING.exists():
+        return False
     question = f"import sys; sys.exit(sys.version_info < {OLDEST})"
     try:
         return subprocess.call([PYTHON, "-c", question], stderr=subprocess.DEVNULL) == 0
