@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from gpt2.study.drawing import Sheet, bytes_axis, drawn
-from gpt2.study.labels import note, place
+from gpt2.study.labels import marker, note, place, spread
 from gpt2.study.palette import FAINT, GIB, INK, MUTED, colour, mib, number
 
 _ROW = 0.32
@@ -95,6 +95,44 @@ def ladder(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figur
     return sheet.figure
 
 
+@drawn
+def estimate(table: pd.DataFrame, *, title: str = "", subtitle: str = "", unit: int = 10**9,
+             name: str = "GB") -> Figure:
+    """An estimate line by line, hollow, on what was found, filled: `line`, `category`, `estimate_bytes`, `found_bytes`.
+
+    An optional `recorded_bytes` is a cross. Sizes in `unit`, called `name`.
+    """
+    table = table.reset_index(drop=True)
+    guessed, found = table["estimate_bytes"].sum() / unit, table["found_bytes"].sum() / unit
+    worst = (table["found_bytes"] - table["estimate_bytes"]).sort_values()
+    low, high = table["line"][worst.index[0]], table["line"][worst.index[-1]]
+    title = title or (f"Estimated {guessed:.1f} {name}, found {found:.1f}: "
+                      f"{number(worst.iloc[0] / unit, 1, sign=True)} {low}, "
+                      f"{number(worst.iloc[-1] / unit, 1, sign=True)} {high}")
+    lines = "; ".join(f"{row['line']} {row['estimate_bytes'] / unit:.1f} estimated, "
+                      f"{row['found_bytes'] / unit:.1f} found" for _, row in table.iterrows())
+    sheet = Sheet(title, subtitle, width=9, height=0.9 + _ROW * len(table), says=f"Line by line in {name}: {lines}.")
+    axes = sheet.axes(0.25 + max(sheet.text_inches(text) for text in table["line"]), 0.48, 1.9, 0.28)
+    axes.set(ylim=(len(table) - 0.4, -0.6), xlim=(0, 1.05 * table[["estimate_bytes", "found_bytes"]].max().max()))
+    for i, row in table.iterrows():
+        axes.barh(i, row["found_bytes"], 0.62, color=colour(row["category"]))
+        axes.barh(i, row["estimate_bytes"], 0.62, facecolor="none", edgecolor=INK, linewidth=1.2)
+        if pd.notna(row.get("recorded_bytes")):
+            axes.plot(row["recorded_bytes"], i, color=INK, linestyle="", clip_on=False, **marker("measured"))
+        for x, size in ((66, row["estimate_bytes"]), (122, row["found_bytes"])):
+            note(axes, number(size / unit, 1), 1, i, x, of="y", ha="right", weight="bold" if x > 100 else "normal")
+    for x, head in ((66, "estimate"), (122, "found")):
+        note(axes, f"{head}, {name}", 1, 1, x, 6, of="axes", ha="right", va="bottom", color=MUTED)
+    axes.set_yticks(range(len(table)), table["line"], size=8.5)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    bytes_axis(axes.xaxis, f"at the peak ({name}); outline: the estimate, cross: recorded", unit=unit)
+    return sheet.figure
+
+
+def _share(value: float) -> str:
+    return f"{number(100 * value, 0)} %"
+
+
 def _stairs(x: list[float], y: list[float]) -> list[tuple[float, float]]:
     """Points along the line that runs level to the next x and then falls."""
     points = []
@@ -102,3 +140,41 @@ def _stairs(x: list[float], y: list[float]) -> list[tuple[float, float]]:
         points += [(x0 + (x1 - x0) * i / 40, y0) for i in range(41)]
         points += [(x1, y0 + (y1 - y0) * i / 40) for i in range(41)]
     return points
+
+
+@drawn
+def crossovers(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figure:
+    """What a saving saves of the baseline's peak, over the tokens of a step: `saving`, `tokens_count`, `peak_bytes`.
+
+    The first `saving` is the baseline. An optional `category` names the owner that a saving takes from: its colour.
+    """
+    baseline = table["saving"].iloc[0]
+    names = list(dict.fromkeys(table["saving"]))
+    wide = table.pivot(index="tokens_count", columns="saving", values="peak_bytes")[names]
+    saved = 1 - wide.drop(columns=baseline).div(wide[baseline], axis=0)
+    owners = table.drop_duplicates("saving").set_index("saving").get("category", pd.Series(dtype=str))
+    shades = {name: colour(owners[name]) if owners.get(name) else INK for name in saved}
+    first, last = saved.index[0], saved.index[-1]
+    best = saved.idxmax(axis=1)
+    until = max(n for n in saved.index if best[n] == best[first])
+    title = title or (f"Up to {until:,} tokens a step {best[first]} saves most, {_share(saved.loc[until].max())}; "
+                      f"at {last:,} {best[last]}: {_share(saved.loc[last].max())}")
+    lines = "; ".join(f"{name} {_share(saved[name].iloc[0])} to {_share(saved[name].iloc[-1])}" for name in saved)
+    sheet = Sheet(title, subtitle, width=9, height=4.3,
+                  says=f"Share of the peak saved, from {first} to {last:,} tokens a step: {lines}.")
+    axes = sheet.axes(0.7, 0.46, 2.2, 0.12)
+    x = range(len(saved))
+    axes.set(xlim=(0, len(saved) - 1), ylim=(min(0, saved.min().min()) - 0.02, 1.06 * saved.max().max()))
+    axes.axhline(0, color=MUTED, linewidth=0.8)
+    for name in saved:
+        axes.plot(x, saved[name], color=shades[name], linewidth=1.6, marker="o", markersize=3, clip_on=False)
+    order = saved.iloc[-1].sort_values()
+    rows = spread(list(order), 0.045 * axes.get_ylim()[1] * 1.3, *axes.get_ylim())
+    for name, row in zip(order.index, rows, strict=True):
+        axes.plot([len(saved) - 1, len(saved) - 0.88], [order[name], row], color=FAINT, linewidth=0.7, clip_on=False)
+        note(axes, f"{name}, {_share(order[name])}", 1, row, 14, of="y", color=shades[name])
+    axes.set_xticks(x, [f"{n:,}" for n in saved.index])
+    axes.set_xlabel("tokens of a step (count)")
+    axes.set_ylabel("saved of the baseline's peak (share)")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    return sheet.figure

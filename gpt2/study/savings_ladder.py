@@ -145,3 +145,11 @@ def experiments() -> Iterator[dict]:
                 yield {"name": f"save-{saving.key}-length-{length}", "recipe": of_length(saving, length),
                        "limit_mib": LIMIT_MIB, "alloc_conf": saving.alloc_conf, "backend": saving.backend,
                        "tags": ("savings",), "steps": 2}
+
+
+def by_key(key: str) -> Saving:
+    """The saving called `key`; ValueError lists the known ones."""
+    for saving in SAVINGS:
+        if saving.key == key:
+            return saving
+    raise ValueError(f"unknown saving {key!r}; known: {', '.join(saving.key for saving in SAVINGS)}")

@@ -1,0 +1,303 @@
+"""What each saving does, as tables for readers: predicted beside recorded, and what it costs in time.
+
+The tables behind them: results/predicted/h200/07-*.csv from `savings_predict`, results/measured/h200/07-*.csv from
+`savings_recorded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import pandas as pd
+
+from gpt2.memory.trace import Category
+from gpt2.study import paths, results, runs
+from gpt2.study.experiments import EXPERIMENTS, predict
+from gpt2.study.palette import number
+from gpt2.study.savings_ladder import BACKENDS, LADDER, LENGTH_STEP, SINGLES, Saving
+from gpt2.study.savings_predict import GPU, RELEASE, at_peak
+from gpt2.study.tables import MIB, Shown
+
+OWNERS = [c for c in Category if c is not Category.OUTSIDE]
+_MOMENTS = {
+    "aten._log_softmax_backward_data": "loss: backward of log-softmax",
+    "aten.nll_loss_backward": "loss: backward of the negative log-likelihood",
+    "aten._log_softmax": "loss: log-softmax",
+    "aten._to_copy": "a cast between 16 and 32 bits",
+    "softmax backward: grad * output": "backward of the attention's softmax",
+}
+
+
+@cache
+def table(kind: str, name: str) -> pd.DataFrame:
+    """One of the study's tables; predictions that another folder does not have are those of the checkout."""
+    path = f"{kind}/{runs.HOME}/{name}.csv"
+    try:
+        return results.load_table(path)
+    except FileNotFoundError:
+        return results.load_table(paths.ROOT / "results" / path)
+
+
+def of(name: str, savings: Sequence[Saving], kind: str = "predicted") -> pd.DataFrame:
+    """The rows of these savings, in their order; missing ones are empty."""
+    return table(kind, name).set_index("key").reindex([saving.key for saving in savings])
+
+
+def about() -> str:
+    """Where the columns come from, for a caption."""
+    facts = table("measured", "07-savings").attrs
+    return (
+        f"Predicted: {GPU}, torch {RELEASE}, without a GPU. Recorded: {facts['gpu']}, torch {facts['torch']}, driver "
+        f"{facts['driver']}, {str(facts['date'])[:10]}."
+    )
+
+
+def _says(savings: Sequence[Saving]) -> list[str]:
+    return [saving.says for saving in savings]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def peaks(savings: Sequence[Saving] = SINGLES) -> Shown:
+    """Peak allocated and reserved with 8 sequences, predicted and recorded, and what is saved against the first row."""
+    ours, theirs = of("07-savings", savings), of("07-savings", savings, "measured")
+    shown = pd.DataFrame({"saving": _says(savings)})
+    for what in ("allocated", "reserved"):
+        column = f"peak_{what}_bytes"
+        mine, real = ours[column].to_numpy(), theirs[column].to_numpy(dtype=float)
+        shown[f"{what}, predicted (MiB)"] = mine / MIB
+        shown[f"{what}, recorded (MiB)"] = real / MIB
+        shown[f"recorded less predicted, {what} (bytes)"] = real - mine
+    first = ours["peak_allocated_bytes"].iloc[0]
+    shown.insert(1, "change of the peak (MiB)", (ours["peak_allocated_bytes"].to_numpy() - first) / MIB)
+    return Shown(shown, f"Peak of a step of 8 x 1,024 tokens. {about()}")
+
+
+def new_peaks(savings: Sequence[Saving] = SINGLES) -> Shown:
+    """Which request sets the peak now, and who owns the most at that moment."""
+    rows = []
+    for saving, (_, row) in zip(savings, of("07-savings", savings).iterrows(), strict=True):
+        owned = {c.value: row[_column(c)] for c in OWNERS}
+        largest = sorted(owned, key=owned.get, reverse=True)[:2]
+        total = row["peak_allocated_bytes"]
+        shares = ", ".join(f"{name} {owned[name] / total:.0%}" for name in largest)
+        rows.append((saving.says, _phase(row), _moment(row), row["peak_module"], shares))
+    heads = ["saving", "phase", "the request that sets the peak", "module", "largest owners at the peak"]
+    return Shown(pd.DataFrame(rows, columns=heads), f"Where the peak is now. Predicted: {GPU}, torch {RELEASE}.")
+
+
+def _column(category: Category) -> str:
+    return f"{category.value.replace(' ', '_')}_bytes"
+
+
+def _phase(row: pd.Series) -> str:
+    return "forward, inside the chunked loss" if row["peak_phase"] == "recompute" and row["peak_owner"] == "loss" \
+        else row["peak_phase"]
+
+
+def _moment(row: pd.Series) -> str:
+    operator = row["peak_operator"]
+    return _MOMENTS.get(operator, operator.removeprefix("aten."))
+
+
+# --- the waterfall ----------------------------------------------------------------------------------------------------
+
+
+def waterfall(name: str = "07-waterfall", gpu: str = "a40") -> pd.DataFrame:
+    """The ladder's peaks with 8 sequences, as `figures.waterfall` wants them: a drop and the owner that fell most."""
+    path = f"predicted/{gpu}/{name}.csv"
+    try:
+        found = results.load_table(path)
+    except FileNotFoundError:
+        found = results.load_table(paths.ROOT / "results" / path)
+    columns = [_column(c) for c in OWNERS]
+    fallen = -found[columns].diff().fillna(0)
+    owners = [OWNERS[columns.index(c)].value for c in fallen.idxmax(axis=1)]
+    return pd.DataFrame({"saving": found["saving"], "peak_bytes": found["peak_allocated_bytes"],
+                         "category": ["", *owners[1:]]})
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+def steps() -> pd.DataFrame:
+    """Every timed run, by the name of its experiment."""
+    return table("measured", "07-steps").set_index("experiment")
+
+
+def times(savings: Sequence[Saving] = SINGLES) -> Shown:
+    """Step time and tokens per second of 8 sequences, and both against the first row."""
+    timed = steps().reindex([saving.name for saving in savings])
+    shown = pd.DataFrame({"saving": _says(savings), "step (ms)": timed["step_ms"].to_numpy()})
+    for phase in ("forward", "backward", "optimizer"):
+        shown[f"{phase} (ms)"] = timed[f"{phase}_ms"].to_numpy()
+    shown["tokens per second"] = 1000 * (timed["tokens_count"] / timed["step_ms"]).to_numpy()
+    shown["time against the baseline (ratio)"] = (timed["step_ms"] / timed["step_ms"].iloc[0]).to_numpy()
+    return Shown(shown.round({"tokens per second": -2}), f"Medians of CUDA-event times, 8 x 1,024 tokens. {timed_on()}")
+
+
+def timed_on() -> str:
+    """Where and when the times were taken."""
+    facts = table("measured", "07-steps").attrs
+    return f"Recorded: {facts['gpu']}, torch {facts['torch']}, driver {facts['driver']}, {str(facts['date'])[:10]}."
+
+
+def frontier(savings: Sequence[Saving]) -> pd.DataFrame:
+    """Peak and step time of 8 sequences, as `figures.frontier` wants them."""
+    timed = steps().reindex([saving.name for saving in savings])
+    peaks = of("07-savings", savings, "measured")["peak_allocated_bytes"].to_numpy()
+    found = pd.DataFrame({"configuration": _says(savings), "peak_bytes": peaks, "step_ms": timed["step_ms"].to_numpy()})
+    return found.dropna()
+
+
+def extra_forward() -> Shown:
+    """Where a checkpoint's second forward shows: time of each phase against the baseline's."""
+    chosen = [s for s in SINGLES if s.key in ("base", "mlp", "attention", "every-2", "block")]
+    timed = steps().reindex([saving.name for saving in chosen])
+    base = timed.iloc[0]
+    shown = pd.DataFrame({"configuration": _says(chosen)})
+    for phase in ("forward", "backward", "step"):
+        shown[f"{phase} (ms)"] = timed[f"{phase}_ms"].to_numpy()
+    extra = timed["backward_ms"].to_numpy() - base["backward_ms"]
+    shown["more backward, of one forward (share)"] = extra / base["forward_ms"]
+    shown["more step (share)"] = timed["step_ms"].to_numpy() / base["step_ms"] - 1
+    return Shown(shown, f"What computing a forward again costs, 8 x 1,024 tokens, fp32. {timed_on()}")
+
+
+# --- the largest batch ------------------------------------------------------------------------------------------------
+
+
+def largest(savings: Sequence[Saving] = LADDER) -> Shown:
+    """The largest batch that was predicted, and what the card said to it and to one more."""
+    ours, timed = of("07-savings", savings), steps()
+    fits, more = (timed.reindex([s.at(s.largest + n) for s in savings]) for n in (0, 1))
+    mine, real = ours["largest_peak_reserved_bytes"].to_numpy(), fits["peak_reserved_bytes"].to_numpy(dtype=float)
+    allocated = fits["peak_allocated_bytes"].to_numpy(dtype=float) - ours["largest_peak_allocated_bytes"].to_numpy()
+    shown = pd.DataFrame({
+        "configuration": _says(savings),
+        "largest batch, predicted": [s.largest for s in savings],
+        "recorded: fits": [_verdict(x) for x in fits["fits"]],
+        "recorded: one more": [_verdict(x) for x in more["fits"]],
+        "fails in step": more["failed_step"].to_numpy(),
+        "reserved, recorded (MiB)": real / MIB,
+        "recorded less predicted, reserved (bytes)": real - mine,
+        "recorded less predicted, allocated (bytes)": allocated,
+        "time per token (µs)": 1000 * (fits["step_ms"] / fits["tokens_count"]).to_numpy(),
+    })
+    return Shown(shown, f"Sequences of 1,024 tokens under 45,440 MiB. {about()}")
+
+
+def _verdict(fits) -> str:
+    return "·" if pd.isna(fits) else "fits" if fits in (True, "True") else "out of memory"
+
+
+def rungs() -> pd.DataFrame:
+    """The ladder as `figures.ladder` wants it."""
+    timed = steps().reindex([s.at(s.largest) for s in LADDER])
+    return pd.DataFrame({
+        "configuration": _says(LADDER),
+        "largest_batch": [s.largest for s in LADDER],
+        "token_us": 1000 * (timed["step_ms"] / timed["tokens_count"]).to_numpy(),
+    })
+
+
+def longest() -> Shown:
+    """The longest sequence of a batch of one, predicted and recorded."""
+    ours, theirs = table("predicted", "07-lengths"), table("measured", "07-lengths").set_index("key")
+    theirs = theirs.reindex(ours["key"])
+    shown = pd.DataFrame({
+        "configuration": ours["saving"],
+        "longest, predicted (tokens)": ours["longest_count"],
+        "recorded: fits": [_verdict(x) for x in theirs["longest_fits"]],
+        f"recorded: {LENGTH_STEP} more": [_verdict(x) for x in theirs["next_fits"]],
+        "allocated, recorded (MiB)": theirs["peak_allocated_bytes"].to_numpy() / MIB,
+        "recorded less predicted, allocated (bytes)": (
+            theirs["peak_allocated_bytes"].to_numpy() - ours["peak_allocated_bytes"].to_numpy()),
+    })
+    return Shown(shown, f"One sequence, the model's context as long, under 45,440 MiB. {about()}")
+
+
+# --- today's check of yesterday's tables ------------------------------------------------------------------------------
+
+
+def predicted_again(savings: Sequence[Saving]) -> str:
+    """Predict these rows now and compare them with the table: a sentence, or ValueError if any byte differs."""
+    rows = of("07-savings", savings)
+    for saving in savings:
+        now = at_peak(predict(EXPERIMENTS[saving.name], GPU, torch_release=RELEASE))
+        kept = rows.loc[saving.key]
+        for column in ("peak_allocated_bytes", "peak_reserved_bytes"):
+            if now[column] != kept[column]:
+                raise ValueError(f"{saving.says}: {column} is {now[column]:,} now and {kept[column]:,} in the table; "
+                                 "run python -m gpt2.study.savings_predict")
+    names = ", ".join(saving.says for saving in savings)
+    return f"Predicted again just now and equal to the tables, to the byte: {names}."
+
+
+ALL = (*SINGLES, *BACKENDS, *LADDER[1:])
+
+
+# --- where each stops helping -----------------------------------------------------------------------------------------
+
+_TAKES_FROM = {"bf16": Category.ACTIVATIONS, "sdpa": Category.ACTIVATIONS, "block": Category.ACTIVATIONS,
+               "chunked": Category.LOSS, "drop-logits": Category.LOSS, "fused": Category.TEMPORARIES,
+               "in-backward": Category.GRADIENTS, "moments": Category.OPTIMIZER}
+
+
+def small_steps() -> pd.DataFrame:
+    """Peaks of small steps, as `figures.crossovers` wants them."""
+    found = table("predicted", "07-crossovers")
+    owners = [_TAKES_FROM[key].value if key in _TAKES_FROM else "" for key in found["key"]]
+    return found[["saving", "tokens_count"]].assign(peak_bytes=found["peak_allocated_bytes"], category=owners)
+
+
+def crossovers() -> Shown:
+    """Change of the peak against the baseline, MiB, a column per number of tokens; whose moment the peak is."""
+    found = table("predicted", "07-crossovers")
+    wide = found.pivot(index="key", columns="tokens_count", values="peak_allocated_bytes").loc[found["key"].unique()]
+    change = (wide - wide.loc["base"]) / MIB
+    names = found.drop_duplicates("key").set_index("key")["saving"]
+    shown = pd.DataFrame({"saving": [names[key] for key in wide.index]})
+    for tokens in wide:
+        shown[f"{tokens:,} tokens (MiB)"] = [_signed(x) for x in change[tokens]]
+    shown.iloc[0, 1:] = [f"{size / MIB:,.0f}" for size in wide.loc["base"]]
+    base = found[found["key"] == "base"].set_index("tokens_count")
+    shown.loc[len(shown)] = ["the baseline's peak is in", *base["peak_phase"]]
+    what = "Batches of sequences of 128 tokens: first row the peak, then its change"
+    return Shown(shown, f"{what}. Predicted: {GPU}, torch {RELEASE}.")
+
+
+def _signed(mib: float) -> str:
+    return number(mib, 0, sign=True)
+
+
+def casts() -> Shown:
+    """Autocast's copies of the weights, with its cache and without."""
+    found = table("predicted", "07-casts")
+    shown = pd.DataFrame({
+        "configuration": found["configuration"],
+        "cache": ["on" if on else "off" for on in found["cache"]],
+        "casts made in a step": found["made_count"],
+        "alive at most (MiB)": found["most_casts_bytes"] / MIB,
+        "alive at the end of forward (MiB)": found["forward_end_casts_bytes"] / MIB,
+        "alive at the peak (MiB)": found["peak_casts_bytes"] / MIB,
+        "peak (MiB)": found["peak_allocated_bytes"] / MIB,
+    })
+    return Shown(shown, f"16-bit copies of fp32 weights, 8 x 1,024 tokens. Predicted: {GPU}, torch {RELEASE}.")
+
+
+def selective() -> Shown:
+    """Checkpointing the attention alone, where it is written out and where it is fused."""
+    found = table("predicted", "07-selective")
+    shown = pd.DataFrame({
+        "attention": found["attention"],
+        "precision": found["precision"],
+        "peak (MiB)": found["kept_peak_bytes"] / MIB,
+        "of it T x T (MiB)": found["kept_square_bytes"] / MIB,
+        "attention checkpointed: peak (MiB)": found["checkpointed_peak_bytes"] / MIB,
+        "saved (MiB)": (found["kept_peak_bytes"] - found["checkpointed_peak_bytes"]) / MIB,
+        "saved of T x T (MiB)": (found["kept_square_bytes"] - found["checkpointed_square_bytes"]) / MIB,
+    })
+    return Shown(shown, f"8 x 1,024 tokens. Predicted: {GPU}, torch {RELEASE}.")
