@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional as F
 
+from gpt2.memory import composites, recurrent
+
 aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -113,12 +115,14 @@ def _flash(query, key, value, dropout, is_causal, scale):
 
 
 def _math(query, key, value, mask, dropout, is_causal, scale, gqa):
-    """attention.cpp, _scaled_dot_product_attention_math, operator by operator: C++ adds the mask out of place for tensors
-    like ours, in place for a card's. 16-bit inputs are computed in fp32; of a call's arguments the last comes first."""
+    """attention.cpp, _scaled_dot_product_attention_math, operator by operator: C++ adds the mask out of place for
+    tensors like ours, in place for a card's. 16-bit inputs are computed in fp32; of a call's
+    arguments the last comes first."""
     dtype = query.dtype
     widen = dtype in _HALVES and not torch._C._get_math_sdp_allow_fp16_bf16_reduction()
     if widen:
         query, key, value = query.float(), key.float(), value.float()
+    given = query, key, value  # held to the end
     factor = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
     query = query * factor
     if is_causal:
@@ -135,7 +139,7 @@ def _math(query, key, value, mask, dropout, is_causal, scale, gqa):
         scores = F.dropout(scores, dropout, True)
     narrow = scores.to(dtype)  # the second result, that nobody keeps
     out = torch.matmul(scores, value).to(dtype)
-    del narrow
+    del narrow, given
     return out
 
 
@@ -175,12 +179,18 @@ def kernels(card):
         "dropout": _dropout,
         "softmax.int": _softmax_like(aten._softmax),
         "log_softmax.int": _softmax_like(aten._log_softmax),
+        **composites.paths(card),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, function in paths.items():
             library.impl(name, function, "AutogradMeta")
+    real_flatten, torch.nn.RNNBase.flatten_parameters = (
+        torch.nn.RNNBase.flatten_parameters,
+        recurrent.flatten_parameters,
+    )
     try:
         yield
     finally:
+        torch.nn.RNNBase.flatten_parameters = real_flatten
         library._destroy()

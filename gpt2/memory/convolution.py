@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from gpt2.memory import reduction, shapes
-from gpt2.memory.scratch import Temporaries, rule
+from gpt2.memory import shapes
+from gpt2.memory.scratch import Temporaries, reduction_scratch, rule
 
 aten = torch.ops.aten
 _KERNEL = 16  # bytes besides the converted tensors, as recorded
@@ -65,10 +65,5 @@ def backward(tracker, func, args, kwargs):
     if out[2] is not None:
         tracker.outputs(out[2])
         dims = [0, *range(2, grad.dim())]
-        sizes = reduction.scratch(
-            tuple(grad.shape), grad.stride(), grad.element_size(), dims, tracker.card.gpu, tracker.card.software
-        )
-        with Temporaries(tracker.card, "reduction scratch") as temporaries:
-            for size in sizes:
-                temporaries.take(size)
+        reduction_scratch(tracker.card, grad, dims)
     return out

@@ -12,12 +12,15 @@ from gpt2.memory.software import Software
 
 MAX_THREADS = 512  # mnt_wrapper<scalar_t>::MAX_NUM_THREADS
 ACCUMULATOR = 4  # bytes: fp32 for every floating type up to 32 bits
+VECTOR = 4  # values a thread reads at once: input_vec_size, where the kernel does not say otherwise
 
 
-def scratch(shape, strides, itemsize: int, dims, gpu: Gpu, software: Software) -> tuple[int, ...]:
+def scratch(
+    shape, strides, dims, gpu: Gpu, software: Software, *, accumulator: int = ACCUMULATOR, vector: int = VECTOR
+) -> tuple[int, ...]:
     """Bytes of (scratch, semaphores) that reducing `dims` (None: all) of a tensor takes; () if it takes none.
 
-    `strides` are in elements. Sizes are before the allocator's rounding.
+    `strides` are in elements, `accumulator` in bytes. Sizes are before the allocator's rounding.
     """
     kept, reduced = _coalesced(shape, strides, dims)
     outputs = math.prod(size for size, _ in kept)
@@ -25,12 +28,11 @@ def scratch(shape, strides, itemsize: int, dims, gpu: Gpu, software: Software) -
     if not reduced:
         return ()
     fast = not kept or reduced[0][1] < kept[0][1]
-    vector, output_vector = 1, 1
+    output_vector = 1
     if fast:
         d0, d1 = inputs, outputs
         enough = d0 >= 128 if software.release >= (2, 11) else d0 > 128
         if reduced[0][1] == 1 and len(reduced) == 1 and enough:
-            vector = software.reduce_vector_16bit if itemsize == 2 else 4
             d0 //= vector
     else:
         d0, d1 = outputs, inputs
@@ -56,7 +58,7 @@ def scratch(shape, strides, itemsize: int, dims, gpu: Gpu, software: Software) -
     ctas = max(min(math.ceil(target / grid), math.ceil(per_thread / 16)), math.ceil(per_thread / 256))
     if ctas <= 1:
         return ()
-    size = max(ACCUMULATOR, itemsize if itemsize == 8 else 0) * outputs * ctas
+    size = accumulator * outputs * ctas
     return (size if fast else size * width * output_vector, 4 * grid)
 
 

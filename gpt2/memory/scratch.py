@@ -17,7 +17,6 @@ RULES: dict = {}
 
 _in_backward = torch._C._current_graph_task_id
 CHUNK = 65_536  # elements a block of a multi-tensor kernel handles: kChunkSize, MultiTensorApply.cuh
-EMBEDDING_SORT_FROM = 3_072  # indices above which embedding backward sorts: Embedding.cu
 
 
 def rule(*funcs):
@@ -65,18 +64,44 @@ def cublas(card) -> None:
     card.workspace("cublas workspace", card.software.cublas_workspace_bytes)
 
 
-@rule(
-    aten.mm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.addbmm.default,
-    aten.mv.default,
-    aten.addmv.default,
-    aten.dot.default,
-    aten.vdot.default,
-)
+def _gemm_reads(matrix) -> bool:
+    """Whether cuBLAS can read the (last two dimensions of the) matrix where it lies.
+
+    Blas.cpp, prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas: one stride is 1 and the other steps over
+    a whole row or column. A gradient that was expanded, such as that of `sum()`, has strides 0 and is copied.
+    """
+    rows, columns = matrix.shape[-2:]
+    down, right = matrix.stride()[-2:]
+    if right == 1 and down >= max(1, columns) or down == 1 and right >= max(1, rows):
+        return True
+    return matrix.is_contiguous() if matrix.dim() == 3 else _dense(matrix)
+
+
+def _dense(tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+@rule(aten.mm.default, aten.bmm.default, aten.baddbmm.default, aten.addbmm.default)
 def matmul(tracker, func, args, kwargs):
-    """A GEMM: its output, then cuBLAS's workspace if this thread has none yet. Blas.cpp."""
+    """A GEMM: its output, copies of operands it cannot read, cuBLAS's workspace if the thread has none. Blas.cpp."""
+    out = tracker.outputs(shapes.call(func, args, kwargs))
+    with Temporaries(tracker.card, "matmul: contiguous operand") as temporaries:
+        for matrix in args[-2:]:
+            if not _gemm_reads(matrix):
+                temporaries.take(matrix.numel() * matrix.element_size())
+        cublas(tracker.card)
+    return out
+
+
+@rule(aten.mv.default, aten.addmv.default, aten.dot.default, aten.vdot.default)
+def vectors(tracker, func, args, kwargs):
+    """Products with a vector: output, then workspace. Blas.cpp."""
     out = tracker.outputs(shapes.call(func, args, kwargs))
     cublas(tracker.card)
     return out
@@ -105,25 +130,25 @@ def addmm(tracker, func, args, kwargs):
     return out
 
 
-@rule(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
-def reduce(tracker, func, args, kwargs):
-    """A reduction that splits one output over several blocks needs scratch and semaphores. Reduce.cuh."""
-    out = tracker.outputs(shapes.call(func, args, kwargs))
-    source = args[0]
-    dims = args[1] if len(args) > 1 and isinstance(args[1], list | tuple | int) else None
-    _reduction_scratch(tracker.card, source, dims, "reduction scratch")
-    return out
-
-
-def _reduction_scratch(card, source, dims, what) -> None:
+def reduction_scratch(card, source, dims, **kernel) -> None:
+    """Scratch and semaphores of one reduction of `source` over `dims`; `kernel` as in `reduction.scratch`."""
     if not source.numel():
         return
-    sizes = reduction.scratch(
-        tuple(source.shape), source.stride(), source.element_size(), dims, card.gpu, card.software
-    )
-    with Temporaries(card, what) as temporaries:
+    sizes = reduction.scratch(tuple(source.shape), source.stride(), dims, card.gpu, card.software, **kernel)
+    with Temporaries(card, "reduction scratch") as temporaries:
         for size in sizes:
             temporaries.take(size)
+
+
+@rule(aten._softmax.default, aten._log_softmax.default)
+def softmax(tracker, func, args, kwargs):
+    """An input that is not contiguous is copied after the output is made. SoftMax.cu, host_softmax."""
+    out = tracker.outputs(shapes.call(func, args, kwargs))
+    source = args[0]
+    if not source.is_contiguous():
+        with Temporaries(tracker.card, "softmax: contiguous input") as temporaries:
+            temporaries.take(source.numel() * source.element_size())
+    return out
 
 
 @rule(aten._softmax_backward_data.default)
@@ -155,50 +180,8 @@ def add(tracker, func, args, kwargs):
     dispatch mode makes the engine add out of place, so the test is made here and the sum done as a real run does it.
     """
     if _in_backward() != -1 and tracker.only_the_engine_holds(args, kwargs):
-        tracker.card.labels.stack  # the sum has no caller of its own
         return aten.add_.Tensor(*args)
     return tracker.outputs(shapes.call(func, args, kwargs))
-
-
-@rule(aten.native_layer_norm_backward.default)
-def layer_norm_backward(tracker, func, args, kwargs):
-    """Tall and narrow inputs: partial sums of the weight's and bias's gradients, then two reductions.
-
-    layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: more than 65,536 rows and too few columns for the card.
-    """
-    card, grad, weight = tracker.card, args[0], args[5]
-    columns = math.prod(args[2])
-    rows = grad.numel() // columns
-    out = shapes.call(func, args, kwargs)
-    tall = rows > 65_536 and columns // 32 < card.gpu.sms // 2 and card.software.release >= (2, 8)
-    if weight is None or not tall:
-        return tracker.outputs(out)
-    tracker.outputs(out[0])
-    tiles = math.ceil(columns / 32)
-    blocks = min(math.ceil(rows / 32), 32_768 // tiles)
-    size, itemsize = columns * weight.element_size(), weight.element_size()
-    with Temporaries(card, "layer norm backward: partial sums") as temporaries:
-        replaced = [temporaries.take(size), temporaries.take(size)]
-        temporaries.take(blocks * size)
-        temporaries.take(blocks * size)
-        for gradient, old in zip(out[1:], replaced, strict=True):
-            tracker.outputs(gradient)
-            scratch = reduction.scratch((blocks, columns), (columns, 1), itemsize, [0], card.gpu, card.software)
-            with Temporaries(card, "reduction scratch") as inner:
-                for bytes_ in scratch:
-                    inner.take(bytes_)
-            temporaries.give(old)
-    return out
-
-
-@rule(aten.embedding.default)
-def embedding(tracker, func, args, kwargs):
-    """Indices that are not contiguous are copied first. Embedding.cpp: index_select(indices.reshape(-1))."""
-    indices = args[1]
-    with Temporaries(tracker.card, "embedding: contiguous indices") as temporaries:
-        if not indices.is_contiguous():
-            temporaries.take(indices.numel() * indices.element_size())
-        return tracker.outputs(shapes.call(func, args, kwargs))
 
 
 @rule(aten.native_dropout.default)
@@ -207,64 +190,6 @@ def dropout(tracker, func, args, kwargs):
     out, mask = shapes.call(func, args, kwargs)
     tracker.outputs((mask, out))
     return out, mask
-
-
-def _round256(size: int) -> int:
-    return (size + 255) // 256 * 256
-
-
-def radix_sort_bytes(n: int, capability: tuple[int, int]) -> int:
-    """CUB's onesweep radix sort of n int64 keys with 8-byte values (device_radix_sort.cuh, CUDA 13)."""
-    tile = 4608 if capability >= (9, 0) else 3840
-    parts = (8 * 256 * 8, math.ceil(n / tile) * 1024, 8 * n, 8 * n, 32)
-    return sum(_round256(p) for p in parts) + 255
-
-
-def scan_bytes(n: int, tile: int = 896) -> int:
-    """CUB's look-back state: 16 bytes a tile (agent_scan.cuh, SingleTileState); an exclusive sum has tiles of 896 (CUDA 13)."""
-    inner = _round256(16 * (math.ceil(n / tile) + 32)) + 255
-    return _round256(inner) + 255
-
-
-def unique_bytes(n: int, capability: tuple[int, int]) -> int:
-    """CUB's unique_by_key of n int64 keys and values: tiles of 448 x 11 on sm_90, 192 x 7 before.
-
-    tuning_unique_by_key.cuh, key and value size 8.
-    """
-    return scan_bytes(n, 448 * 11 if capability >= (9, 0) else 192 * 7)
-
-
-@rule(aten.embedding_dense_backward.default)
-def embedding_backward(tracker, func, args, kwargs):
-    """Many indices are sorted and summed by segment. Embedding.cu and EmbeddingBackwardKernel.cu."""
-    grad, indices, rows = args[0], args[1], args[2]
-    by_frequency = args[4] if len(args) > 4 else False
-    n, width, card = indices.numel(), grad.shape[-1], tracker.card
-    with Temporaries(card, "embedding backward: sort") as temporaries:
-        take, give = temporaries.take, temporaries.give
-        if not indices.is_contiguous():
-            take(8 * n)
-        if n <= EMBEDDING_SORT_FROM and not by_frequency:
-            return tracker.outputs(shapes.call(func, args, kwargs))
-        take(8 * n)  # sorted indices
-        take(8 * n)  # where they came from
-        counting = take(8 * n)
-        give(take(radix_sort_bytes(n, card.gpu.capability)))
-        give(counting)
-        out = tracker.outputs(shapes.call(func, args, kwargs))
-        segments = n // 10 + min(n, rows)  # partial sums at most: one per 10 indices and one per row
-        take(8 * n)  # where each row's run begins
-        take(8)  # how many runs
-        keys = take(8 * n)
-        give(take(unique_bytes(n, card.gpu.capability)))
-        give(keys)
-        take(8 * min(n, rows))  # partial sums per run
-        take(8 * min(n, rows))  # and where they begin
-        give(take(scan_bytes(min(n, rows))))
-        take(8)
-        take(8 * segments)
-        take(4 * segments * width)  # the partial sums, fp32
-        return out
 
 
 @rule(aten._foreach_norm.Scalar)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import torch as pytorch
 
-from gpt2.memory import attention, attention_scratch, autocast, convolution, gpus, values  # noqa: F401  (rules register)
+from gpt2.memory import attention, autocast, gpus, rules, values  # noqa: F401  (rules register)
 from gpt2.memory.allocator import CachingAllocator, OutOfMemory
 from gpt2.memory.claims import Claims, settle
 from gpt2.memory.dispatch import Tracker

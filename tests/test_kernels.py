@@ -1,0 +1,119 @@
+"""Kernels on a simulated H200 against what a real one allocated for them, operation by operation.
+
+The recording is results/measured/h200/kernel-probes.json: torch 2.11.0+cu130, cuDNN 9.19. A probe's list holds every
+allocation and free of its forward or backward. Frees that follow one another are compared as a set: their order has
+no effect on what comes after.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpt2.memory.simulator import SimulatedGpu
+from gpt2.memory.values import ValueReadError
+from gpt2.study import probes
+
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "results/measured/h200/kernel-probes.json").read_text(encoding="utf-8")
+)["probes"]
+MADE = {name: make for name, make in probes.probes() if "error" not in RECORDED.get(name, {"error": ""})}
+
+# What depends on values is refused, with the program's line.
+REFUSED = ("bool index", "nonzero", "unique", "bincount", "allclose")
+WORKSPACE = "cuDNN's choice of kernel is not published: gpt2/memory/convolution.py says what is modelled"
+RECURRENT = "the size of cuDNN's workspace for recurrent nets is not modelled"
+DIFFERENT = {  # (probe, "forward" or "backward"): why
+    ("print", "forward"): "printing computes on the values; a simulated tensor has none and prints its shape",
+    ("svd", "forward"): "cuSOLVER's workspaces are not modelled",
+    ("LSTM 1", "forward"): RECURRENT,
+    ("LSTM 1", "backward"): RECURRENT,
+    ("LSTM 2", "forward"): RECURRENT,
+    ("LSTM 2", "backward"): RECURRENT,
+    ("GRU 1", "forward"): RECURRENT,
+    ("GRU 1", "backward"): RECURRENT,
+    ("GRU 2", "forward"): RECURRENT,
+    ("GRU 2", "backward"): RECURRENT,
+    ("RNN 1", "forward"): RECURRENT,
+    ("RNN 1", "backward"): RECURRENT,
+    ("RNN 2", "forward"): RECURRENT,
+    ("RNN 2", "backward"): RECURRENT,
+    ("conv 16,3,224,64,7,2,3 torch.float32", "backward"): WORKSPACE,
+    ("conv 16,3,224,64,7,2,3 torch.bfloat16", "backward"): WORKSPACE,
+    ("conv 16,64,56,64,3,1,1 torch.float32", "forward"): WORKSPACE,
+    ("conv 16,64,56,64,3,1,1 torch.float32", "backward"): WORKSPACE,
+    ("conv 16,64,56,64,3,1,1 torch.bfloat16", "backward"): WORKSPACE,
+    ("conv 16,64,56,128,3,2,1 torch.float32", "forward"): WORKSPACE,
+    ("conv 16,64,56,128,3,2,1 torch.float32", "backward"): WORKSPACE,
+    ("conv 16,64,56,128,3,2,1 torch.bfloat16", "backward"): WORKSPACE,
+    ("conv 16,64,56,128,1,2,0 torch.float32", "forward"): WORKSPACE,
+    ("conv 16,64,56,128,1,2,0 torch.float32", "backward"): WORKSPACE,
+    ("conv 16,64,56,128,1,2,0 torch.bfloat16", "backward"): WORKSPACE,
+    ("conv 16,256,14,512,3,2,1 torch.float32", "backward"): WORKSPACE,
+    ("conv 16,256,14,512,3,2,1 torch.bfloat16", "backward"): WORKSPACE,
+    ("conv 32,512,7,512,3,1,1 torch.float32", "backward"): WORKSPACE,
+    ("conv 32,512,7,512,3,1,1 torch.bfloat16", "backward"): WORKSPACE,
+    ("conv 64,3,64,32,3,1,1 torch.bfloat16", "forward"): WORKSPACE,
+    ("conv 64,3,64,32,3,1,1 torch.bfloat16", "backward"): WORKSPACE,
+    ("conv 8,3,224,768,16,16,0 torch.float32", "backward"): WORKSPACE,
+    ("conv 8,3,224,768,16,16,0 torch.bfloat16", "backward"): WORKSPACE,
+}
+
+
+@pytest.fixture(scope="module")
+def card():
+    with SimulatedGpu("H200", torch="2.11.0") as simulated:
+        yield simulated
+
+
+@pytest.fixture
+def probe(card, monkeypatch):
+    """Runs a probe as `gpt2.study.probes` does, with the simulated card's own events for a history."""
+
+    def history(function):
+        start = len(card.events)
+        function()
+        return [
+            ["+" if e.action == "alloc" else "-", e.requested_bytes]
+            for e in card.events[start:]
+            if e.action in ("alloc", "free")
+        ]
+
+    monkeypatch.setattr(probes, "_history", history)
+    return lambda name: probes.probe(MADE[name])
+
+
+def normal(events):
+    """The list with every run of frees sorted."""
+    out, frees = [], []
+    for sign, size in events:
+        if sign == "-":
+            frees.append((sign, size))
+        else:
+            out += [*sorted(frees), (sign, size)]
+            frees = []
+    return out + sorted(frees)
+
+
+@pytest.mark.parametrize("name", [name for name in MADE if name not in REFUSED])
+def test_allocations_are_those_of_the_card(probe, name):
+    got = probe(name)
+    for direction in ("forward", "backward"):
+        want = RECORDED[name].get(f"again {direction}")
+        if want is None:
+            continue
+        equal = normal(want) == normal(got.get(f"again {direction}", []))
+        if (name, direction) in DIFFERENT:
+            assert not equal, f"{name} {direction} is equal now: take it off the list"
+        else:
+            assert equal, f"{name} {direction}\n  card {want}\n  ours {got.get(f'again {direction}')}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_operator_whose_size_depends_on_values_is_refused_with_the_line(probe, name):
+    with pytest.raises(ValueReadError, match=r"probes\.py:\d+: .*needs the value of a tensor"):
+        probe(name)
+
+
+def test_every_known_difference_is_a_probe():
+    assert {name for name, _ in DIFFERENT} <= set(MADE)
