@@ -117,8 +117,9 @@ def kind_of(kernel: str) -> str:
 
 def short(kernel: str) -> str:
     """A kernel's name without its template: the function, and the functor that an element-wise kernel applies."""
-    head = re.sub(r"^void ", "", kernel).split("<")[0].split("(")[0].split("::")[-1]
-    functors = re.findall(r"(\w*(?:Functor|Ops?|kernel_cuda|_kernel_impl|AddFunctor)\w*)\b", kernel.partition("<")[2])
+    plain = re.sub(r"^void ", "", kernel).replace("(anonymous namespace)::", "")
+    head = re.split(r"[<(]", plain)[0].split("::")[-1].strip()
+    functors = re.findall(r"\b(\w*(?:Functor|Op|Ops|kernel_cuda|_kernel_impl)\w*)\b", kernel.partition("<")[2])
     functor = next((f for f in functors if f not in head), "")
     return f"{head}: {functor}" if functor else head
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from gpt2.study import results, timing_copies, timing_optimizer, timing_stream, timing_syncs
+from gpt2.study import results, syncs, timing_copies, timing_optimizer, timing_stream, timing_syncs
 
 Tables = dict[str, pd.DataFrame]
 EXPERIMENTS: dict[str, Callable[[bool], Tables]] = {
@@ -64,7 +64,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help=f"some of: {', '.join(EXPERIMENTS)}")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args(words)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or syncs.is_simulated():
         print("error: there is no GPU here, and a simulated one has no time", file=sys.stderr)
         return 2
     options.folder.mkdir(parents=True, exist_ok=True)

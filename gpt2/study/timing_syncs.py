@@ -131,10 +131,10 @@ def counts(tiny: bool = False) -> dict[str, pd.DataFrame]:
 def costs(tiny: bool = False) -> dict[str, pd.DataFrame]:
     """Wall-clock time of a step with each habit; the habits take turns, so that a drift meets all alike."""
     rows = []
-    for name, recipe in RECIPES.items():
+    for name, recipe in list(RECIPES.items())[:1 if tiny else None]:
         loop, slow = ready(small(recipe, tiny)), recipe.precision == "fp32"
         readings: dict[str, list[float]] = {habit: [] for habit in HABITS}
-        for _ in range(2 if tiny else 3 if slow else 5):
+        for _ in range(1 if tiny else 3 if slow else 5):
             for habit, (_, function) in HABITS.items():
                 calls = 2 if slow or tiny else 8
                 readings[habit] += stopwatch.per_call(partial(function, loop), calls, rounds=1, warmup=1)
