@@ -12,7 +12,7 @@ export IPYTHONDIR := $(CURDIR)/build/study/ipython
 export PYTHONPATH := $(CURDIR)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv reproduce test measure lab figures html bench lint clean
+.PHONY: help venv reproduce test measure accuracy lab figures html bench lint clean
 
 help:  ## this list
 	@echo "Where training memory goes. make <target>, with"
@@ -31,6 +31,9 @@ test: lint  ## all tests and the linter (ARGS="-k allocator": some)
 
 measure: venv  ## record everything that needs a real GPU, on the one found here
 	@$(RUN) -m gpt2.study.measure $(ARGS)
+
+accuracy: venv  ## predict every committed recording again, and say which are equal to the byte
+	@$(RUN) -m gpt2.study.accuracy $(ARGS)
 
 lab: venv  ## open the notebooks in JupyterLab
 	@$(RUN) -m gpt2.study.lab $(ARGS)

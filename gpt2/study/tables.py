@@ -146,6 +146,8 @@ def provenance(trace: Trace, **config) -> dict:
             "driver": meta.get("driver"),
             "free_bytes": meta.get("capacity_bytes"),
             "command": "python -m gpt2.study.measure",
+            "commit": meta.get("commit"),
+            "dirty": meta.get("dirty"),
         }
     return {key: value for key, value in facts.items() if value is not None}
 

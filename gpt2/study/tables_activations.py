@@ -255,14 +255,18 @@ def show_sixteen_bits(recipe: Recipe, here: Beside) -> Shown:
 
 
 def split(trace: Trace) -> tuple[int, int]:
-    """Bytes that block 1 keeps: those that grow with T, and the two tensors that grow with T²."""
+    """Bytes that block 1 keeps: those that grow with T, and the two tensors that grow with T².
+
+    ValueError if the block keeps no such tensors.
+    """
     recipe = runs.of_trace(trace)
     T, (start, end) = recipe.length, questions.block_windows(trace)[1]
-    squares = {4 * recipe.batch * recipe.size.heads * T * T, T * T}
     lives = [block for block in trace.blocks() if start <= block.born < end]
     kept = [b.event.requested_bytes for b in lives if b.died is None or b.died >= end]
-    square = sum(size for size in kept if size in squares)
-    return sum(kept) - square, square
+    squares = (4 * recipe.batch * recipe.size.heads * T * T, T * T)
+    if not set(squares) <= set(kept):
+        raise ValueError("block 1 keeps no attention probabilities or no mask comparison")
+    return sum(kept) - sum(squares), sum(squares)
 
 
 def growth(lengths: Sequence[int], gpu: str, torch_release: str) -> pd.DataFrame:

@@ -10,6 +10,7 @@ import torch
 from gpt2.memory.ledger import Ledger
 from gpt2.memory.trace import Category, Trace
 from gpt2.model import GPT2, size
+from gpt2.step import PHASES
 from gpt2.study import runs, tables
 from gpt2.study.runs import Beside
 from gpt2.study.tables import MIB, Shown
@@ -40,7 +41,7 @@ def lines(trace: Trace, steps: int = 2) -> pd.DataFrame:
     """
     rows, before = [], 0
     for mark in trace.marks:
-        if mark.step <= steps:
+        if mark.step <= steps and mark.name in PHASES:  # readings of hooks lie between the lines
             name = _LINES.get((mark.name, mark.step)) or f"{_CODE.get(mark.name, mark.name)}, step {mark.step}"
             rows.append((name, mark.step, mark.name, mark.allocated_bytes - before, mark.allocated_bytes))
             before = mark.allocated_bytes

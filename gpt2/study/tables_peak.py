@@ -151,8 +151,8 @@ def blind(trace: Trace, readings: Sequence[Mark]) -> pd.DataFrame:
 def missed(beside: Beside) -> Shown:
     """How much the hooks miss; saved as 03-missed. A recording with hooks joins where there is one."""
     here = beside.predicted
-    tables.keep("03-missed", here, blind(here, _readings(here)))
-    shown = blind(here, _readings(here))
+    tables.keep("03-missed", here, blind(here, readings_of(here)))
+    shown = blind(here, readings_of(here))
     out = pd.DataFrame({"reading": shown["reading"]})
     if tables.is_published(here):
         highest, peak = tables.number("hooks_top"), tables.number("peak")
@@ -160,12 +160,13 @@ def missed(beside: Beside) -> Shown:
     out[f"{runs.source(here)} (MiB)"] = shown["size_bytes"] / MIB
     found = runs.recorded("readings") if tables.is_published(here) else None
     if found is not None:
-        out[f"{runs.source(found)} (MiB)"] = blind(found, _readings(found))["size_bytes"] / MIB
+        out[f"{runs.source(found)} (MiB)"] = blind(found, readings_of(found))["size_bytes"] / MIB
     only = Beside(here, found, None)
     return Shown(out, tables.caption("Readings against the trace, step 2", only, article=True))
 
 
-def _readings(trace: Trace) -> list[Mark]:
+def readings_of(trace: Trace) -> list[Mark]:
+    """All readings of the step."""
     return [mark for mark in trace.marks if mark.step == STEP]
 
 
@@ -202,10 +203,15 @@ def untouched(beside: Beside) -> Shown:
         pairs.append((beside.recorded, plain))
     for looked, plain in pairs:
         for name, trace in (("with hooks, phases and owners", looked), ("without any", plain)):
-            peak = max(mark.max_allocated_bytes for mark in trace.marks)
-            reserved = max(mark.max_reserved_bytes for mark in trace.marks)
-            rows.append((runs.source(trace), name, len(trace), peak, reserved))
+            rows.append((runs.source(trace), name, len(trace), *highest(trace)))
     table = pd.DataFrame(
         rows, columns=["run", "instrument", "events", "peak allocated (bytes)", "peak reserved (bytes)"]
     )
     return Shown(table, tables.caption("The same three steps, watched and unwatched", beside))
+
+
+def highest(trace: Trace) -> tuple[int, int]:
+    """The allocator's own high-water marks: (allocated, reserved), over the steps after the first or over all."""
+    marks = [mark for mark in trace.marks if mark.step > 1] or trace.marks
+    allocated = max(mark.max_allocated_bytes for mark in marks)
+    return allocated, max(mark.max_reserved_bytes for mark in trace.marks)
