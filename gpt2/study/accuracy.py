@@ -106,6 +106,39 @@ def summary(rows: pd.DataFrame) -> str:
     )
 
 
+def by_kind(rows: pd.DataFrame) -> str:
+    """The table of the README: how many recordings of each kind are equal, as Markdown."""
+    lines = [
+        "| recorded on an H200 | runs | peak allocated equal to the byte | peak reserved | verdict | every event |",
+        "|---|---|---|---|---|---|",
+    ]
+    kinds = rows["experiment"].map(_kind)
+    for kind in dict.fromkeys(_KINDS.values()):
+        chosen = rows[kinds == kind]
+        equal = [
+            (chosen["allocated_off_bytes"] == 0),
+            (chosen["reserved_off_bytes"] == 0),
+            chosen["same_verdict"],
+            chosen["events_identical"],
+        ]
+        lines.append(f"| {kind} | {len(chosen)} | " + " | ".join(str(int(column.sum())) for column in equal) + " |")
+    return "\n".join(lines)
+
+
+_KINDS = {
+    "sweep": "batch sweep, 45,440 MiB, native and expandable",
+    "exact": "other settings of our GPT-2",
+    "variable": "other settings of our GPT-2",
+    "savings": "ways of getting memory back, at their limits too",
+    "other": "models that are not ours",
+}
+
+
+def _kind(experiment: str) -> str:
+    tags = EXPERIMENTS[experiment].tags
+    return next((words for tag, words in _KINDS.items() if tag in tags), _KINDS["exact"])
+
+
 def show(folder: str = runs.HOME) -> Shown:
     """The committed table's rows that are not equal in everything, for readers."""
     rows = results.load_table(f"predicted/{folder}/{NAME}.csv")
@@ -125,7 +158,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"error: no recordings in {paths.shorten(folder)}; `make measure` makes them", file=sys.stderr)
         return 2
     rows = save(table(folder, lambda line: print(line, flush=True)), folder)
-    print(summary(rows))
+    print(summary(rows), by_kind(rows), sep="\n\n")
     return 0
 
 
