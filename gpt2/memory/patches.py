@@ -22,8 +22,17 @@ if TYPE_CHECKING:
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 META = torch.device("meta")
-_real_device = torch._C.TensorBase.device.__get__
 _missing = object()
+_device_getter = torch._C.TensorBase.device.__get__
+
+
+def _real_device(tensor: torch.Tensor) -> torch.device:
+    """The device C++ sees; a function mode (a default device, say) would lead the getter back to our own face."""
+    if torch._C._len_torch_function_stack():
+        with torch._C.DisableTorchFunction():
+            return _device_getter(tensor)
+    return _device_getter(tensor)
+
 
 
 def is_cuda(device) -> bool:
