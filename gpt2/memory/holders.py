@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 import sys
 import sysconfig
 from collections import defaultdict
@@ -63,18 +64,19 @@ def look(card, wanted: set[int]) -> dict[int, Held]:
 
     Names are looked for where `wanted` has the address; nodes everywhere.
     """
+    gc.unfreeze()
     objects = gc.get_objects()  # taken first: nothing that is made here is in it
     live = card.tracker.live
     known: dict[int, list[torch.Tensor]] = {life.address: [] for life in live.values()}
     for o in objects:
         if issubclass(type(o), torch.Tensor) and (life := live.get(_key(o))) is not None:
             known[life.address].append(o)
-    saved = _saved(card, [tensor for group in known.values() for tensor in group])
+    saved = savers(card, [tensor for group in known.values() for tensor in group])
     frames = _Frames()
     asked = {id(t): t for address, group in known.items()
              if address in wanted and address not in saved for t in group}
     names = frames.names(asked, objects)
-    return {address: Held(tuple(sorted(saved.get(address, ()))),
+    return {address: Held(tuple(sorted({_of(card, saver) for saver in saved.get(address, ())})),
                           tuple(sorted({n for t in group for n in names.get(id(t), ())}, key=lambda n: n[:5])),
                           any(id(t) in frames.operands for t in group))
             for address, group in known.items()}
@@ -90,39 +92,49 @@ def _key(tensor: torch.Tensor) -> int:
 # --- autograd -------------------------------------------------------------------------------------------------------
 
 
-def _saved(card, tensors: list[torch.Tensor]) -> dict[int, set[str]]:
-    """Address -> the nodes that keep it for backward."""
-    live, modules, found = card.tracker.live, card.labels._module_of_node, defaultdict(set)
+Saver = tuple[object, str]  # a node, and the attribute under which it keeps the tensor
+
+
+def savers(card, tensors: list[torch.Tensor] | None = None) -> dict[int, list[Saver]]:
+    """Address -> the nodes that keep it for backward; walked from `tensors` (default: all there are)."""
+    live, found = card.tracker.live, defaultdict(list)
+    if tensors is None:
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor) and _key(o) in live]
     current = torch._C._current_autograd_node()
     waiting = [t.grad_fn for t in tensors if t.grad_fn is not None] + ([current] if current is not None else [])
     seen: dict[int, object] = {}
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen[id(node)] = node
-        waiting += [following for following, _ in node.next_functions if following is not None]
-        module = modules.get(node._sequence_nr(), "") if hasattr(node, "_sequence_nr") else ""
-        for tensor in _tensors_of(node):
-            if (life := live.get(_key(tensor))) is not None:
-                found[life.address].add(f"{node.name()} of {module}" if module else node.name())
+        if id(node) not in seen:
+            seen[id(node)] = node
+            waiting += [following for following, _ in node.next_functions if following is not None]
+            for attribute in dir(type(node)):
+                for tensor in _kept(node, attribute) if attribute.startswith("_raw_saved_") else ():
+                    if (life := live.get(_key(tensor))) is not None:
+                        found[life.address].append((node, attribute))
     return found
 
 
-def _tensors_of(node) -> list[torch.Tensor]:
-    """What a node saved, without asking hooks to unpack it: a checkpoint would run its forward again."""
-    found: list = []
-    for name in dir(type(node)):
-        if not name.startswith("_raw_saved_"):
-            continue
-        try:
-            raw = getattr(node, name)
-            found += [each.data for each in (raw if isinstance(raw, list | tuple) else (raw,))]
-        except (RuntimeError, AttributeError, TypeError):
-            pass  # freed: backward has passed here
-    if isinstance(node, torch.autograd.function.BackwardCFunction):
-        found += [value for value in vars(node).values()]
-    return [t for t in found if isinstance(t, torch.Tensor)]
+def has_let_go(saver: Saver) -> bool:
+    """Whether backward has passed this node."""
+    return not _kept(*saver)
+
+
+def _kept(node, attribute: str) -> list[torch.Tensor]:
+    """What a node keeps, without asking hooks to unpack it: a checkpoint would run its forward."""
+    try:
+        raw = getattr(node, attribute)
+        kept = [each.data for each in (raw if isinstance(raw, list | tuple) else (raw,))]
+        return [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
+    except (RuntimeError, AttributeError):
+        return []  # freed
+
+
+def _of(card, saver: Saver) -> str:
+    """The node's name, and the module whose forward made it."""
+    node = saver[0]
+    module = card.labels._module_of_node.get(node._sequence_nr(), "") if hasattr(node, "_sequence_nr") else ""
+    return f"{node.name()} of {module}" if module else node.name()
 
 
 # --- names ----------------------------------------------------------------------------------------------------------
@@ -175,8 +187,9 @@ class _Frames:
     def _up(self, key: int, above: dict, path: str, depth: int) -> list[Name]:
         found = [name._replace(path=name.name + path) for name in self.roots.get(key, ())]
         for parent, label in above.get(key, ()) if depth < _DEEPEST else ():
-            further = self._up(id(parent), above, label + path, depth + 1)
-            found += further or [_end(parent, label + path)]
+            longer = _joined(label, path)
+            further = self._up(id(parent), above, longer, depth + 1)
+            found += further or [_end(parent, longer)]
         return found
 
 
@@ -194,7 +207,7 @@ def is_library(file: str) -> bool:
 
 
 def _label(holder, inner) -> str | None:
-    """How one gets from a holder to what it holds; None if the holder does not count: a tensor does not hold another."""
+    """How one gets from a holder to what it holds; None for a tensor, which holds no other."""
     if issubclass(type(holder), torch.Tensor):
         return None
     if isinstance(holder, dict):
@@ -207,9 +220,16 @@ def _label(holder, inner) -> str | None:
         cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
         return next((name for name, cell in cells if cell is inner), "")
     attributes = getattr(holder, "__dict__", None)
+    if attributes is inner:
+        return "."  # an object's attributes are a dict; see `_joined`
     if not isinstance(attributes, dict) or isinstance(holder, type | ModuleType):
         return ""
     return next((f".{name}" for name, value in attributes.items() if value is inner), "")
+
+
+def _joined(label: str, path: str) -> str:
+    """`.` and `['out'][0]` are `.out[0]`."""
+    return re.sub(r"^\['(\w+)'\]", r".\1", path) if label == "." else label + path
 
 
 def _end(holder, path: str) -> Name:
