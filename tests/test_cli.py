@@ -55,10 +55,17 @@ def test_keys_and_types(ask):
     assert found["peak_reserved_bytes"] == max(row["peak_reserved_bytes"] for row in later)
 
 
+def test_the_first_step_is_not_the_peak(ask):
+    found = ask("predict", *TINY, "--width", "512", "--vocabulary", "5000")
+    first, second, _ = (row["peak_allocated_bytes"] for row in found["per_step"])
+    assert first > second == found["peak_allocated_bytes"] and found["peak"]["step"] == 2
+
+
 def test_installed_torch_is_the_default(ask):
     import torch
 
-    assert ask("predict", *TINY)["torch"] == torch.__version__.partition("+")[0]
+    assert {ask(name, *TINY, "--limit-mib", "64")["torch"] for name in ("predict", "fit")} == {
+        torch.__version__.partition("+")[0]}
 
 
 @pytest.mark.parametrize(("batch", "allocated", "reserved"), [

@@ -64,11 +64,11 @@ def print_error(error: BaseException) -> None:
 def _clean(shown: traceback.TracebackException | None) -> None:
     if shown is None:
         return
-    frames = [frame for frame in shown.stack or () if not frame.filename.startswith(_RUNNERS)]
+    frames = [frame for frame in shown.stack if not frame.filename.startswith(_RUNNERS)]
     kernel = next((i for i, frame in enumerate(frames) if frame.filename.startswith(_PACKAGE)), len(frames))
     while 0 < kernel < len(frames) and frames[kernel - 1].filename.endswith(_DOORS):
         kernel -= 1
-    shown.stack = traceback.StackSummary.from_list(frames[:kernel]) if frames else None  # a syntax error has none
+    shown.stack = traceback.StackSummary.from_list(frames[:kernel])
     for inner in (shown.__cause__, shown.__context__, *(getattr(shown, "exceptions", None) or ())):
         _clean(inner)
 
