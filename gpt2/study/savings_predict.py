@@ -22,7 +22,7 @@ from gpt2.memory.trace import Category, Trace
 from gpt2.step import Recipe
 from gpt2.study import results
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
-from gpt2.study.savings_ladder import LADDER, LENGTH_STEP, LENGTHS, LIMIT_MIB, SAVINGS, by_key
+from gpt2.study.savings_ladder import LADDER, LENGTH_STEP, LENGTHS, LIMIT_MIB, SAVINGS, STEPS, by_key
 
 GPU, RELEASE = "H200", "2.11.0"  # card and PyTorch of the recordings
 ARTICLE = ("A40", "2.5.1")  # those of the published baseline
@@ -82,14 +82,21 @@ def saving_row(key: str) -> dict:
     """A saving with 8 sequences, at its largest batch, and with one more."""
     saving = by_key(key)
     row = {"key": key, "saving": saving.says, "batch_count": saving.batch} | at_peak(_predict(EXPERIMENTS[saving.name]))
-    fits, fails = (_predict(EXPERIMENTS[saving.at(saving.largest + more)]) for more in (0, 1))
-    top = at_peak(fits)
-    return row | {
-        "largest_batch_count": saving.largest,
-        "largest_fits": fits.meta["out_of_memory"] is None,
-        **{f"largest_{name}": top[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_phase")},
-        **failure(fails),
-    }
+    fits, fails = (_predict(replace(EXPERIMENTS[saving.at(saving.largest + n)], steps=STEPS)) for n in (0, 1))
+    return row | at_largest(saving.largest, fits) | failure(fails)
+
+
+def at_largest(batch: int, trace: Trace) -> dict:
+    """The run at the largest batch; what its 4th, 5th and 6th step reserved, to be compared with a timed run's last."""
+    top = at_peak(trace)
+    row = {"largest_batch_count": batch, "largest_fits": trace.meta["out_of_memory"] is None}
+    row |= {f"largest_{name}": top[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_phase")}
+    for step in (4, 5, 6):
+        marks = [mark for mark in trace.marks if mark.step == step]
+        for what in ("allocated", "reserved"):
+            row[f"largest_step_{step}_{what}_bytes"] = max(
+                (getattr(mark, f"max_{what}_bytes") for mark in marks), default=None)
+    return row
 
 
 def waterfall_row(key: str) -> dict:

@@ -16,7 +16,7 @@ import pandas as pd
 from gpt2.memory.trace import Trace
 from gpt2.study import results, runs, tables
 from gpt2.study.savings_ladder import LENGTH_STEP, LENGTHS, SAVINGS, Saving, by_key
-from gpt2.study.savings_predict import at_peak, config, failure
+from gpt2.study.savings_predict import at_largest, at_peak, config, failure
 
 
 def saving_rows() -> Iterator[dict]:
@@ -30,15 +30,7 @@ def saving_rows() -> Iterator[dict]:
 
 def _pair(saving: Saving) -> dict:
     fits, fails = (runs.recorded(saving.at(saving.largest + more)) for more in (0, 1))
-    if fits is None or fails is None:
-        return {}
-    top = at_peak(fits)
-    return {
-        "largest_batch_count": saving.largest,
-        "largest_fits": fits.meta["out_of_memory"] is None,
-        **{f"largest_{name}": top[name] for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_phase")},
-        **failure(fails),
-    }
+    return {} if fits is None or fails is None else at_largest(saving.largest, fits) | failure(fails)
 
 
 def length_rows() -> Iterator[dict]:

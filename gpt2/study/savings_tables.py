@@ -14,7 +14,6 @@ import pandas as pd
 from gpt2.memory.trace import Category
 from gpt2.study import paths, results, runs
 from gpt2.study.experiments import EXPERIMENTS, predict
-from gpt2.study.palette import number
 from gpt2.study.savings_ladder import BACKENDS, LADDER, LENGTH_STEP, SINGLES, Saving
 from gpt2.study.savings_predict import GPU, RELEASE, at_peak
 from gpt2.study.tables import MIB, Shown
@@ -237,67 +236,3 @@ def predicted_again(savings: Sequence[Saving]) -> str:
 
 
 ALL = (*SINGLES, *BACKENDS, *LADDER[1:])
-
-
-# --- where each stops helping -----------------------------------------------------------------------------------------
-
-_TAKES_FROM = {"bf16": Category.ACTIVATIONS, "sdpa": Category.ACTIVATIONS, "block": Category.ACTIVATIONS,
-               "chunked": Category.LOSS, "drop-logits": Category.LOSS, "fused": Category.TEMPORARIES,
-               "in-backward": Category.GRADIENTS, "moments": Category.OPTIMIZER}
-
-
-def small_steps() -> pd.DataFrame:
-    """Peaks of small steps, as `figures.crossovers` wants them."""
-    found = table("predicted", "07-crossovers")
-    owners = [_TAKES_FROM[key].value if key in _TAKES_FROM else "" for key in found["key"]]
-    return found[["saving", "tokens_count"]].assign(peak_bytes=found["peak_allocated_bytes"], category=owners)
-
-
-def crossovers() -> Shown:
-    """Change of the peak against the baseline, MiB, a column per number of tokens; whose moment the peak is."""
-    found = table("predicted", "07-crossovers")
-    wide = found.pivot(index="key", columns="tokens_count", values="peak_allocated_bytes").loc[found["key"].unique()]
-    change = (wide - wide.loc["base"]) / MIB
-    names = found.drop_duplicates("key").set_index("key")["saving"]
-    shown = pd.DataFrame({"saving": [names[key] for key in wide.index]})
-    for tokens in wide:
-        shown[f"{tokens:,} tokens (MiB)"] = [_signed(x) for x in change[tokens]]
-    shown.iloc[0, 1:] = [f"{size / MIB:,.0f}" for size in wide.loc["base"]]
-    base = found[found["key"] == "base"].set_index("tokens_count")
-    shown.loc[len(shown)] = ["the baseline's peak is in", *base["peak_phase"]]
-    what = "Batches of sequences of 128 tokens: first row the peak, then its change"
-    return Shown(shown, f"{what}. Predicted: {GPU}, torch {RELEASE}.")
-
-
-def _signed(mib: float) -> str:
-    return number(mib, 0, sign=True)
-
-
-def casts() -> Shown:
-    """Autocast's copies of the weights, with its cache and without."""
-    found = table("predicted", "07-casts")
-    shown = pd.DataFrame({
-        "configuration": found["configuration"],
-        "cache": ["on" if on else "off" for on in found["cache"]],
-        "casts made in a step": found["made_count"],
-        "alive at most (MiB)": found["most_casts_bytes"] / MIB,
-        "alive at the end of forward (MiB)": found["forward_end_casts_bytes"] / MIB,
-        "alive at the peak (MiB)": found["peak_casts_bytes"] / MIB,
-        "peak (MiB)": found["peak_allocated_bytes"] / MIB,
-    })
-    return Shown(shown, f"16-bit copies of fp32 weights, 8 x 1,024 tokens. Predicted: {GPU}, torch {RELEASE}.")
-
-
-def selective() -> Shown:
-    """Checkpointing the attention alone, where it is written out and where it is fused."""
-    found = table("predicted", "07-selective")
-    shown = pd.DataFrame({
-        "attention": found["attention"],
-        "precision": found["precision"],
-        "peak (MiB)": found["kept_peak_bytes"] / MIB,
-        "of it T x T (MiB)": found["kept_square_bytes"] / MIB,
-        "attention checkpointed: peak (MiB)": found["checkpointed_peak_bytes"] / MIB,
-        "saved (MiB)": (found["kept_peak_bytes"] - found["checkpointed_peak_bytes"]) / MIB,
-        "saved of T x T (MiB)": (found["kept_square_bytes"] - found["checkpointed_square_bytes"]) / MIB,
-    })
-    return Shown(shown, f"8 x 1,024 tokens. Predicted: {GPU}, torch {RELEASE}.")

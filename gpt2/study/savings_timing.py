@@ -30,7 +30,7 @@ from gpt2.savings import chunked_cross_entropy
 from gpt2.step import Training
 from gpt2.study.backends import attention_backend
 from gpt2.study.experiments import EXPERIMENTS, Experiment
-from gpt2.study.savings_ladder import LIMIT_MIB, SAVINGS
+from gpt2.study.savings_ladder import LIMIT_MIB, SAVINGS, STEPS
 
 MiB = 2**20
 PHASES = ("forward", "backward", "optimizer")
@@ -47,7 +47,7 @@ class Patience:
     seconds: float
 
 
-AT_8, AT_LARGEST, ONE_MORE = Patience(3, 10, 3.0), Patience(2, 4, 4.0), Patience(2, 0, 0.0)
+AT_8, AT_LARGEST, ONE_MORE = Patience(3, 10, 3.0), Patience(2, 4, 4.0), Patience(STEPS, 0, 0.0)
 
 
 def configurations() -> dict[str, Patience]:
@@ -214,24 +214,27 @@ def spawn(name: str, folder: Path) -> str:
 
 
 def collect(folder: Path) -> None:
-    """steps.csv, loss.csv and about.json from what the processes left."""
+    """steps.csv and loss.csv from what the processes left. Needs no GPU."""
     rows = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "rows").glob("*.json"))}
-    order = [name for name in configurations() if name in rows]
-    pd.DataFrame([rows[name] for name in order]).to_csv(folder / "steps.csv", index=False)
+    pd.DataFrame([rows[name] for name in configurations() if name in rows]).to_csv(folder / "steps.csv", index=False)
     if isinstance(rows.get(LOSS), list):
         pd.DataFrame(rows[LOSS]).to_csv(folder / "loss.csv", index=False)
+
+
+def about() -> dict:
+    """The GPU at hand."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True)
-    about = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-             "driver": driver.stdout.strip() or None, "date": time.strftime("%Y-%m-%d"), "limit_mib": LIMIT_MIB,
-             "free_bytes": torch.cuda.mem_get_info()[0]}
-    (folder / "about.json").write_text(json.dumps(about, indent=1))
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "driver": driver.stdout.strip() or None, "date": time.strftime("%Y-%m-%d"), "limit_mib": LIMIT_MIB,
+            "free_bytes": torch.cuda.mem_get_info()[0]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out")
     parser.add_argument("--child", default="")
+    parser.add_argument("--names", default="", help="only these experiments, separated by commas")
     parser.add_argument("--jobs", type=int, default=5, help="processes that prepare at a time; one of them has the GPU")
     arguments = parser.parse_args()
     folder = Path(arguments.out)
@@ -239,7 +242,9 @@ def main() -> None:
     if arguments.child:
         child(arguments.child, folder)
         return
-    wanted = [name for name in [LOSS, *configurations()] if not (folder / "rows" / f"{name}.json").exists()]
+    (folder / "about.json").write_text(json.dumps(about(), indent=1))
+    names = arguments.names.split(",") if arguments.names else [LOSS, *configurations()]
+    wanted = [name for name in names if not (folder / "rows" / f"{name}.json").exists()]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         for line in pool.map(lambda name: spawn(name, folder), wanted):
             print(line, flush=True)

@@ -104,8 +104,7 @@ def _is_cast_weight(block: Block, halves: set[int]) -> bool:
 
 def line_by_line(batch: int, gpu: str = "H200", torch_release: str = RELEASE) -> Shown:
     """Estimate, prediction and recording of each line, decimal GB as in the article; saved as 08-line-by-line."""
-    here = runs.beside(EXPERIMENTS[f"1.3B-{batch}"] if batch in BATCHES else recipe(batch), gpu=gpu,
-                       torch_release=torch_release)
+    here = _beside(batch, gpu, torch_release)
     columns = {"estimate": estimate(batch)} | {runs.source(trace): counted(trace) for trace in here.traces()}
     for trace in here.traces():
         found = counted(trace)
@@ -120,24 +119,31 @@ def line_by_line(batch: int, gpu: str = "H200", torch_release: str = RELEASE) ->
 
 def estimate_rows(batch: int, gpu: str = "H200", torch_release: str = RELEASE) -> pd.DataFrame:
     """The same lines as `figures.estimate` wants them."""
-    here = runs.beside(EXPERIMENTS[f"1.3B-{batch}"] if batch in BATCHES else recipe(batch), gpu=gpu,
-                       torch_release=torch_release)
+    here = _beside(batch, gpu, torch_release)
     guess, found = estimate(batch), counted(here.predicted)
     recorded = {} if here.recorded is None else counted(here.recorded)
     rows = [(line, category.value, guess[line], found[line], recorded.get(line)) for line, category in _LEDGER.items()]
     return pd.DataFrame(rows, columns=["line", "category", "estimate_bytes", "found_bytes", "recorded_bytes"])
 
 
+def _beside(batch: int, gpu: str, torch_release: str) -> runs.Beside:
+    return runs.beside(EXPERIMENTS.get(f"1.3B-{batch}") or recipe(batch), gpu=gpu, torch_release=torch_release)
+
+
+def peak_gb(batch: int, gpu: str, torch_release: str = RELEASE) -> float:
+    """The peak on a card, in GB of 10^9 bytes; where it does not fit, as far as it got."""
+    return answer(_beside(batch, gpu, torch_release).predicted, owners=False)["peak_allocated_bytes"] / GB
+
+
 def verdict(batch: int, gpu: str, torch_release: str = RELEASE) -> str:
-    """Peaks to the byte, predicted and recorded: a sentence."""
-    here = runs.beside(EXPERIMENTS[f"1.3B-{batch}"] if batch in BATCHES else recipe(batch), gpu=gpu,
-                       torch_release=torch_release)
-    words = []
-    for trace in here.traces():
-        found = answer(trace, owners=False)
-        words.append(f"{runs.source(trace)}: {'fits' if found['fits'] else 'does not fit'}, allocated "
-                     f"{found['peak_allocated_bytes']:,} bytes, reserved {found['peak_reserved_bytes']:,}")
-    return f"Batch {batch}. " + "; ".join(dict.fromkeys(words)) + "."
+    """Whether it fits and the peaks to the byte, predicted and recorded: a line for each."""
+    lines = [f"batch {batch}:"]
+    for trace in _beside(batch, gpu, torch_release).traces():
+        found, room = answer(trace, owners=False), trace.meta["capacity_bytes"]
+        lines.append(f"{runs.source(trace):>15}: {'fits' if found['fits'] else 'DOES NOT FIT'}, "
+                     f"allocated {found['peak_allocated_bytes']:,} bytes, reserved {found['peak_reserved_bytes']:,}, "
+                     f"of {room:,} free at start")
+    return "\n".join(dict.fromkeys(lines))
 
 
 # --- 34·s·b·h ---------------------------------------------------------------------------------------------------------
