@@ -255,3 +255,24 @@ def test_gradients_that_meet_are_added_in_place_only_if_nobody_else_holds_them()
         (y * 2 + y * 3).backward(torch.ones(1000, device="cuda"))
         operators = [e.operator for e in card.events if e.phase == "backward" and e.action == "alloc"]
         assert operators == ["aten.mul"] * 3  # two products and the first factor's; the sum takes nothing
+
+
+def test_integers_and_masks_are_known_where_they_come_from_the_host_or_from_constants():
+    with SimulatedGpu("A40"):
+        mask = torch.ones(2, 5, dtype=torch.int64, device="cuda")
+        assert mask.all() and int(mask.sum()) == 10 and (mask[:, :3] == 1).sum().item() == 6
+        mask[1, 3:] = 0
+        assert not mask.all() and mask.tolist()[1] == [1, 1, 1, 0, 0]
+        lengths = torch.tensor([3, 1, 2]).cuda()
+        assert lengths.max().item() == 3 and lengths.cpu().tolist() == [3, 1, 2]
+        rows = torch.zeros(4, 7, device="cuda")[torch.tensor([True, False, True, True], device="cuda")]
+        assert rows.shape == (3, 7) and lengths.nonzero().shape == (3, 1) and lengths.unique().tolist() == [1, 2, 3]
+        with pytest.raises(ValueReadError):
+            rows[rows > 0]
+
+
+def test_random_numbers_and_floats_are_not_known():
+    with SimulatedGpu("A40"):
+        for tensor in (torch.randint(0, 9, (3,), device="cuda"), torch.ones(3, device="cuda")):
+            with pytest.raises(ValueReadError):
+                bool((tensor > 0).all())

@@ -54,7 +54,7 @@ def _cudnn_takes(card, q, k, v, mask, dropout, gqa) -> bool:
         and v.shape[-1] % 8 == 0
         and q.shape[-1] <= widest
         and v.shape[-1] <= widest
-        and (mask is None or mask.dtype != torch.bool)
+        and (mask is None or mask.dtype != torch.bool and not mask.requires_grad)
         and q.shape[-2] > 1
     )
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gpt2.memory import scratch, shapes, values
+from gpt2.memory.known import Known
 
 if TYPE_CHECKING:
     from gpt2.memory.simulator import SimulatedGpu
@@ -54,6 +55,7 @@ class Tracker(TorchDispatchMode):
         self.hosting = False  # tensors made on meta are meant for the host
         self.inside = False  # a kernel is running: PyTorch's own meta kernels must see meta tensors as such
         self.live: dict[int, Life] = {}
+        self.known = Known()
         self.alone_uses = uses_of_a_lone_gradient()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -74,12 +76,12 @@ class Tracker(TorchDispatchMode):
             if device.type == "meta" and not self.hosting and not any(isinstance(a, torch.Tensor) for a in args):
                 return self._run(func, args, kwargs)  # a composite made it with the options of a tensor of the card
             if device.type == "cpu" and func is aten._to_copy.default and self.knows(args[0]):
-                return values.to_host(args[0], kwargs)
+                return values.to_host(args[0], kwargs, self.known.value(args[0]))
         if func in _HOST_FACTORIES and not self._keeps_values(args, kwargs):
             return func(*args, **{**kwargs, "device": META, "pin_memory": False})
         if self._on_card(args):
             if func is aten.copy_.default and _device_of(args[0]).type == "cpu":
-                return values.forget(args[0])
+                return values.forget(args[0], self.known.value(args[1]))
             return self._run(func, args, kwargs)
         return self._on_host(func, args, kwargs)
 
@@ -111,6 +113,7 @@ class Tracker(TorchDispatchMode):
 
     def _died(self, life: Life) -> None:
         if self.live.pop(life.key, None) is not None:
+            self.known.contents.pop(life.key, None)
             self.card.free(life.address)
 
     def _run(self, func, args, kwargs):
@@ -122,8 +125,15 @@ class Tracker(TorchDispatchMode):
             card.labels.note_node()
         rule = scratch.RULES.get(func)
         if rule is not None:
-            return rule(self, func, args, kwargs)
-        return self.outputs(shapes.call(func, args, kwargs))
+            out = rule(self, func, args, kwargs)
+        else:
+            out = self.outputs(shapes.call(func, args, kwargs))
+        if isinstance(out, torch.Tensor):
+            if not out.dtype.is_floating_point:
+                self.known.follow(func, args, kwargs, out)
+        elif isinstance(out, tuple | list):
+            self.known.follow(func, args, kwargs, out)
+        return out
 
     def outputs(self, out):
         """Adopt what an operator returned, in order, and return it."""
@@ -159,9 +169,11 @@ class Tracker(TorchDispatchMode):
     def _to_card(self, args, kwargs):
         self.card.operator = aten._to_copy.default
         source = args[0]
-        if _device_of(source).type != "meta":
-            source = source.to(META)
-        return self.outputs(aten._to_copy.default(source, **kwargs))
+        valueless = _device_of(source).type == "meta"
+        out = self.outputs(aten._to_copy.default(source if valueless else source.to(META), **kwargs))
+        if not valueless:
+            self.known.note(out, source)
+        return out
 
     def _on_host(self, func, args, kwargs):
         """A host operator; if one of its tensors has no values, none has."""

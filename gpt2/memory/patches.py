@@ -172,21 +172,27 @@ class Patches:
         def valueless(t):
             return _real_device(t).type == "meta"
 
+        def known(t):
+            """The tensor itself if it has values, what is known of it if it has not, None if nothing is."""
+            return tracker.known.value(t) if valueless(t) else t
+
         def boolean(t):
-            if valueless(t):
-                if values.initialising():
-                    return False  # trunc_normal_ draws until no value is out of range
-                raise values.branch("the truth of a tensor")
-            return real_bool(t)
+            if (value := known(t)) is not None:
+                return real_bool(value)
+            if values.initialising():
+                return False  # trunc_normal_ draws until no value is out of range
+            raise values.branch("the truth of a tensor")
 
         def number(name):
             real = getattr(tensor, name)
-            return lambda t: _refuse(t, real)
+            return lambda t: _refuse() if (value := known(t)) is None else real(value)
 
-        def _refuse(t, real):
-            if valueless(t):
-                raise values.branch("a number made of a tensor")
-            return real(t)
+        def _refuse():
+            raise values.branch("a number made of a tensor")
+
+        def on_host(t):
+            value = known(t)
+            return values.to_host(t, {}) if value is None else value
 
         self.set(tensor, "device", property(device))
         self.set(tensor, "is_cuda", property(is_on_cuda))
@@ -201,9 +207,9 @@ class Patches:
             ),
         )
         self.set(tensor, "cpu", lambda t, memory_format=torch.preserve_format: to(t, CPU, memory_format=memory_format))
-        self.set(tensor, "item", lambda t: values.read(t) if valueless(t) else real_item(t))
-        self.set(tensor, "tolist", lambda t: real_tolist(values.to_host(t, {}) if valueless(t) else t))
-        self.set(tensor, "numpy", lambda t, *a, **k: real_numpy(values.to_host(t, {}) if valueless(t) else t, *a, **k))
+        self.set(tensor, "item", lambda t: values.read(t) if (value := known(t)) is None else real_item(value))
+        self.set(tensor, "tolist", lambda t: real_tolist(on_host(t)))
+        self.set(tensor, "numpy", lambda t, *a, **k: real_numpy(on_host(t), *a, **k))
         self.set(tensor, "__bool__", boolean)
         for name in ("__int__", "__float__", "__index__"):
             self.set(tensor, name, number(name))

@@ -1,4 +1,4 @@
-"""Operators whose result's size, or the program's course, depends on values that a simulation does not have."""
+"""Operators whose result's size, or the program's course, depends on values: known ones are used, others refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from gpt2.memory import shapes, values
 from gpt2.memory.scratch import rule
 
 aten = torch.ops.aten
+_real_device = torch._C.TensorBase.device.__get__
 
 
 @rule(
@@ -22,16 +23,37 @@ aten = torch.ops.aten
     aten.equal.default,
     aten.allclose.default,
     aten.is_nonzero.default,
+    aten._local_scalar_dense.default,
 )
-def refuse(tracker, func, args, kwargs):
-    """The error names the program's line."""
+def ask(tracker, func, args, kwargs):
+    """From known contents the result; else an error that names the program's line."""
+    found = tracker.known.try_on_host(func, args, kwargs)
+    if found is not None:
+        return _on_card(tracker, found)
     raise values.branch(f"torch.{func._schema.name.partition('::')[2].strip('_').rstrip('2')}")
 
 
 @rule(aten.index.Tensor)
 def index(tracker, func, args, kwargs):
     """A mask as index selects as many elements as it has True."""
-    for chosen in args[1]:
-        if chosen is not None and chosen.dtype in (torch.bool, torch.uint8):
+    chosen = []
+    for index in args[1]:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            chosen.append(index)
+            continue
+        mask = tracker.known.value(index) if _real_device(index).type == "meta" else index
+        if mask is None:
             raise values.branch("indexing with a mask")
-    return tracker.outputs(shapes.call(func, args, kwargs))
+        chosen += _on_card(tracker, mask.nonzero(as_tuple=True))
+    return tracker.outputs(shapes.call(func, (args[0], chosen), kwargs))
+
+
+def _on_card(tracker, found):
+    """What was found on the host, as tensors of the card with known contents."""
+    if isinstance(found, tuple | list):
+        return type(found)(_on_card(tracker, item) for item in found)
+    if not isinstance(found, torch.Tensor):
+        return found
+    tensor = tracker.outputs(torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device="meta"))
+    tracker.known.note(tensor, found)
+    return tensor

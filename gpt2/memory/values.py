@@ -98,15 +98,19 @@ def read(tensor: torch.Tensor) -> Unknown:
     return Unknown(0.0)
 
 
-def forget(tensor: torch.Tensor) -> torch.Tensor:
-    """A host tensor that was to receive values: nan, or 0 where its type has no nan."""
+def forget(tensor: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
+    """A host tensor that was to receive values: what is known, else nan, or 0 where its type has no nan."""
+    if known is not None:
+        return tensor.copy_(known)
     _warn()
     return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else 0)
 
 
-def to_host(tensor: torch.Tensor, kwargs: dict) -> torch.Tensor:
+def to_host(tensor: torch.Tensor, kwargs: dict, known: torch.Tensor | None = None) -> torch.Tensor:
     """What `.cpu()` gives: real memory with stand-in values if it is small, else a host tensor without values."""
     dtype = kwargs.get("dtype") or tensor.dtype
+    if known is not None:
+        return known.to(dtype, copy=True)
     if tensor.numel() > STAND_IN_LIMIT:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
     return forget(torch.zeros(tensor.shape, dtype=dtype))
