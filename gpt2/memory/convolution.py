@@ -1,49 +1,119 @@
-"""Convolutions by cuDNN: outputs exactly, workspaces by the one rule that can be derived.
+"""Convolutions by cuDNN: outputs exactly, workspaces by what can be read off recordings.
 
-cuDNN picks an algorithm by a heuristic that is not published. Its tensor-core kernels want channels last; for tensors
-that are channels first it converts input, weight and output in its workspace. That is the rule here: the bytes of the
-three, channels padded to 8 in 16 bit, plus 16. On an H200 with cuDNN 9.19 it gives most forward and input-gradient
-workspaces to the byte (results/measured/h200/kernel-probes.json); split-K partial sums of weight gradients, and the
-kernels that write channels first directly, are not modelled, so a convolution net is off by a few per cent of its peak.
+cuDNN picks an algorithm by a heuristic that is not published, and asks for what it needs. Its tensor-core kernels want
+channels last; for tensors that are channels first it converts input, weight and output in its workspace. Modelled, from
+48 lists of kernel-probes.json and 87 convolutions of five recorded nets (H200, cuDNN 9.19; letters: X input, W weight,
+Y output, in bytes):
+
+* all three converted: X + W + Y + 16; a 1 x 1 convolution leaves W as it is;
+* channels: 16-bit kernels read a multiple of 8; the weight gradient in fp32 (TF32) reads a multiple of 4;
+* a strided input gradient takes 131 bytes more;
+* fp32, 32 to 64 channels in, images of 28 x 28 or more out: the forward kernel writes Y channels first itself, and a
+  1 x 1 kernel whose result is that large, forward or backward, converts nothing;
+* fp32, fewer than 4 channels in: 3 x 3 runs without tensor cores and without workspace; patches (stride as wide as the
+  kernel) do so forward, and kernels of 7 x 7 for the input's gradient;
+* weight gradients in fp32 sum over the batch in pieces, as many as fill the card once with 128 x 128 or 64 x 64 tiles
+  of W, and keep that many partial W; below 64 channels in, each buffer is aligned to 128 bytes.
+
+Not modelled: the number of pieces where cuDNN chooses another tile, and in 16 bit (up to 4 MB seen, 1 to 16 % of that
+workspace); grouped, transposed, 1-d and 3-d convolutions, channels-last tensors
+and fp32 without TF32, all taken as needing nothing.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from gpt2.memory import shapes
+from gpt2.memory.gpus import Gpu
 from gpt2.memory.scratch import Temporaries, reduction_scratch, rule
 
 aten = torch.ops.aten
-_KERNEL = 16  # bytes besides the converted tensors, as recorded
+DIRECT_FROM = 28  # width of an image that fp32 kernels write channels first themselves
+FORWARD, INPUT, WEIGHT = "forward", "input", "weight"  # the three passes
 
 
-def _converted(tensor: torch.Tensor, channels: bool) -> int:
-    """Bytes of `tensor` (N, C, ...) in channels-last form; 16-bit kernels want 8 channels or more."""
-    count = tensor.numel()
-    if channels and tensor.element_size() == 2 and tensor.shape[1] < 8:
-        count = count // tensor.shape[1] * 8
-    return count * tensor.element_size()
+def _padded(tensor: torch.Tensor, multiple: int) -> int:
+    """Bytes of `tensor` (N, C, ...) with C rounded up."""
+    channels = tensor.shape[1]
+    return tensor.numel() // channels * (-(-channels // multiple) * multiple) * tensor.element_size()
 
 
-def workspace(source: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, groups: int) -> int:
-    """Bytes of cuDNN's workspace for one of the three passes over these tensors."""
-    if source.dim() != 4 or groups != 1 or source.is_contiguous(memory_format=torch.channels_last):
+def _pieces(weight: torch.Tensor, gpu: Gpu) -> int:
+    """Into how many the sum of a weight gradient is split so that its tiles fill the card once; 0 if it is not."""
+    rows, columns = weight.shape[0], weight[0].numel()
+    tile = 128 if min(weight.shape[:2]) >= 128 else 64
+    tiles = math.ceil(rows / (128 if rows >= 128 else 64)) * math.ceil(columns / tile)
+    pieces = gpu.sms // tiles
+    return pieces if pieces > 1 else 0
+
+
+def _on_tensor_cores(which: str, source: torch.Tensor, weight: torch.Tensor, stride) -> bool:
+    """Whether cuDNN converts to channels last at all."""
+    if source.element_size() == 2:
+        return source.shape[1] > 3 or weight.shape[2] > 3 or which != FORWARD
+    if not torch.backends.cudnn.allow_tf32:
+        return False
+    if source.shape[1] >= 4:
+        return True
+    kernel = weight.shape[2]
+    if kernel <= 3:
+        return False
+    patches = kernel == stride[0]
+    return which == WEIGHT or patches == (which == INPUT)
+
+
+def workspace(which: str, source: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stride, gpu: Gpu) -> int:
+    """Bytes of cuDNN's workspace for one pass of a plain 2-d convolution."""
+    if _layout(source, weight) is torch.channels_last or not _on_tensor_cores(which, source, weight, stride):
         return 0
-    if source.element_size() == 4 and (
-        source.shape[1] < 8 and weight.shape[2] != 7 or not torch.backends.cudnn.allow_tf32
+    half, kernel = source.element_size() == 2, weight.shape[2]
+    large = {FORWARD: out, INPUT: source}.get(which, weight).shape[2] >= DIRECT_FROM and not half
+    if large and kernel == 1:
+        return 0
+    multiple = 8 if half and not (which == INPUT and kernel == stride[0] > 1) else 4 if which == WEIGHT else 1
+    size = _padded(source, multiple) + 16
+    if kernel > 1 or weight.shape[3] > 1:
+        size += _padded(weight, multiple)
+        if which == WEIGHT and not half:
+            size += _pieces(weight, gpu) * _padded(weight, multiple) + (128 if source.shape[1] < 64 else 0)
+    if not (large and which == FORWARD and 32 <= source.shape[1] <= 64):
+        size += out.numel() * out.element_size()
+    return size + (131 if which == INPUT and stride[0] > 1 and kernel != stride[0] else 0)
+
+
+def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """The layout cuDNN is called with: channels last if either is. ConvUtils.h, cudnn_conv_suggest_memory_format."""
+    last = torch.channels_last if source.dim() == 4 else torch.channels_last_3d
+    if source.dim() >= 4 and any(
+        not t.is_contiguous() and t.is_contiguous(memory_format=last) for t in (source, weight)
     ):
-        return 0
-    pointwise = weight.shape[2] == weight.shape[3] == 1
-    return _converted(source, True) + (0 if pointwise else _converted(weight, True)) + _converted(out, False) + _KERNEL
+        return last
+    return torch.contiguous_format
 
 
-@rule(aten.convolution.default, aten.cudnn_convolution.default)
+def _copied(temporaries: Temporaries, tensor: torch.Tensor, layout: torch.memory_format) -> int:
+    """A copy of `tensor` in this layout if it has another."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else temporaries.take(tensor.numel() * tensor.element_size())
+
+
+def _plain(source: torch.Tensor, transposed: bool, groups: int) -> bool:
+    return source.dim() == 4 and not transposed and groups == 1
+
+
+@rule(aten.convolution.default)
 def forward(tracker, func, args, kwargs):
-    """Output, then the workspace. native/cudnn/ConvShared.cpp; the bias is added in place."""
-    out = tracker.outputs(shapes.call(func, args, kwargs))
+    """Input in cuDNN's layout, output, workspace. Convolution.cpp, ConvShared.cpp; the bias is added in place."""
+    source, weight, _, stride, _, _, transposed, _, groups = args
+    layout = _layout(source, weight)
     with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
-        temporaries.take(workspace(args[0], args[1], out, args[-1] if isinstance(args[-1], int) else 1))
+        _copied(temporaries, source, layout)
+        out = tracker.outputs(shapes.call(func, args, kwargs))
+        _copied(temporaries, weight, layout)
+        if _plain(source, transposed, groups):
+            temporaries.take(workspace(FORWARD, source, weight, out, stride, tracker.card.gpu))
     return out
 
 
@@ -51,15 +121,16 @@ def forward(tracker, func, args, kwargs):
 def backward(tracker, func, args, kwargs):
     """Gradients of input, weight and bias, each after the other with its workspace. Convolution.cpp, ConvShared.cpp."""
     grad, source, weight = args[:3]
-    groups = args[9] if len(args) > 9 else 1
+    stride, plain = args[4], _plain(source, args[7], args[9])
     out = shapes.call(func, args, kwargs)
-    dense = grad.is_contiguous() or grad.is_contiguous(memory_format=torch.channels_last)
-    for gradient in out[:2]:
+    layout = _layout(source, weight)
+    for which, gradient in zip((INPUT, WEIGHT), out, strict=False):
         if gradient is not None:
             with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
-                copy = 0 if dense else temporaries.take(grad.numel() * grad.element_size())
+                copy = _copied(temporaries, grad, layout)
                 tracker.outputs(gradient)
-                workspace_at = temporaries.take(workspace(source, weight, grad, groups))
+                size = workspace(which, source, weight, grad, stride, tracker.card.gpu) if plain else 0
+                workspace_at = temporaries.take(size)
                 temporaries.give(copy)
                 temporaries.give(workspace_at)
     if out[2] is not None:

@@ -52,6 +52,8 @@ def embedding_backward(tracker, func, args, kwargs):
         take, give = temporaries.take, temporaries.give
         if not indices.is_contiguous():
             take(size * n)
+        if not grad.is_contiguous():
+            take(grad.numel() * grad.element_size())
         if n <= EMBEDDING_SORT_FROM and not by_frequency:
             return tracker.outputs(shapes.call(func, args, kwargs))
         take(size * n)  # sorted indices
