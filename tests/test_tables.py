@@ -277,3 +277,16 @@ def test_a_table_is_shown_with_its_kinds_and_units(here):
     assert "published A40 (MiB)" in bundle["text/html"] and "without a GPU" in bundle["text/plain"]
     assert list(shown.frame["recorded less predicted (bytes)"].unique()) == [0]
     assert "NVIDIA H200" in shown.caption and "driver" in shown.caption
+
+
+def test_the_readings_of_a_real_gpu_are_predicted_to_the_byte(here):
+    seen = runs.recorded_readings(here)
+    assert len(hooks.of_step(seen.recorded)) == 55
+    pd.testing.assert_frame_equal(tables_activations.readings(seen.recorded)[["name", "allocated_bytes"]],
+                                  tables_activations.readings(seen.twin)[["name", "allocated_bytes"]])
+
+
+def test_a_real_gpu_does_the_same_with_and_without_the_instrument():
+    plain, looked, base = (runs.recorded(name) for name in ("plain", "readings", "base"))
+    assert compare(plain, looked).index is None and compare(plain, base).index is None
+    assert tables_peak.highest(plain) == tables_peak.highest(looked) == tables_peak.highest(base)

@@ -21,7 +21,7 @@ OF_ONE: dict[str, tuple[str, Callable[[Trace], pd.DataFrame]]] = {  # table: the
     "03-vocabulary-sized": ("base", tables_peak.vocabulary_sized),
     "03-request": ("base", tables_peak.request),
     "03-residual": ("base", tables_peak.residuals),
-    "03-missed": ("readings", lambda trace: tables_peak.blind(trace, tables_peak.readings_of(trace))),
+    "03-missed": ("readings", tables_peak.seen_and_missed),
     "03-workspaces": ("base", questions.workspaces),
     "03-slack": ("base", questions.slack),
     "03-spikes": ("base", questions.spikes),

@@ -70,6 +70,13 @@ def of_recipe(recipe: Recipe) -> Experiment:
     return next(known, replace(plain, name=recipe.describe()))
 
 
+def recorded_readings(here: Beside) -> Beside:
+    """The same prediction beside the recording with hooks, where `here` is the recipe that has one."""
+    if here.recipe != Recipe() or (found := recorded("readings")) is None:
+        return Beside(here.predicted, None, None)
+    return Beside(here.predicted, found, predicted(EXPERIMENTS["readings"], slug(found.meta["gpu"]), release(found)))
+
+
 def of_trace(trace: Trace) -> Recipe:
     """The recipe that a trace was made with; options that its day did not know have their defaults."""
     return Recipe(**trace.meta["recipe"])

@@ -144,18 +144,18 @@ def readings(trace: Trace) -> pd.DataFrame:
 
 def show_readings(here: Beside) -> Shown:
     """Moments of the 55 readings; all are saved as 02-readings."""
-    tables.save("02-readings", Beside(here.predicted, None, None), readings)
+    tables.save("02-readings", runs.recorded_readings(here), readings)
     table = readings(here.predicted)
     ends = table["name"].str.contains(r"block (?:1|2|12),") | ~table["name"].str.contains("block")
     shown = table[ends][["reading", "name", "activations_bytes", "loss_bytes", "gradients_bytes", "allocated_bytes"]]
     shown = shown.set_index(["reading", "name"]).div(MIB).reset_index()
     shown.columns = ["reading", "name", *(f"{n} (MiB)" for n in ("activations", "loss", "gradients", "allocated"))]
-    found = runs.recorded("readings") if tables.is_published(here.predicted) else None
-    if found is not None:
-        recorded = readings(found).set_index("name")["allocated_bytes"]
-        shown[f"allocated, {runs.source(found)} (MiB)"] = [recorded.get(name, 0) / MIB for name in shown["name"]]
-    only = Beside(here.predicted, found, None)
-    return Shown(shown, tables.caption(f"Some of the {len(table)} readings of step 2", only))
+    seen = runs.recorded_readings(here)
+    if seen.recorded is not None:
+        theirs, ours = (readings(trace).set_index("name")["allocated_bytes"] for trace in (seen.recorded, seen.twin))
+        shown[f"allocated, {runs.source(seen.recorded)} (MiB)"] = theirs.reindex(shown["name"]).to_numpy() / MIB
+        shown["recorded less predicted H200 (bytes)"] = (theirs - ours).reindex(shown["name"]).to_numpy()
+    return Shown(shown, tables.caption(f"Some of the {len(table)} readings of step 2", seen))
 
 
 # --- what each operator keeps -----------------------------------------------------------------------------------------

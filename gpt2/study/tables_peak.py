@@ -150,19 +150,20 @@ def blind(trace: Trace, readings: Sequence[Mark]) -> pd.DataFrame:
 
 def missed(beside: Beside) -> Shown:
     """How much the hooks miss; saved as 03-missed. A recording with hooks joins where there is one."""
-    here = beside.predicted
-    tables.keep("03-missed", here, blind(here, readings_of(here)))
-    shown = blind(here, readings_of(here))
-    out = pd.DataFrame({"reading": shown["reading"]})
-    if tables.is_published(here):
-        highest, peak = tables.number("hooks_top"), tables.number("peak")
-        out["published A40 (MiB)"] = [highest, peak, peak - highest]
-    out[f"{runs.source(here)} (MiB)"] = shown["size_bytes"] / MIB
-    found = runs.recorded("readings") if tables.is_published(here) else None
-    if found is not None:
-        out[f"{runs.source(found)} (MiB)"] = blind(found, readings_of(found))["size_bytes"] / MIB
-    only = Beside(here, found, None)
-    return Shown(out, tables.caption("Readings against the trace, step 2", only, article=True))
+    seen = runs.recorded_readings(beside)
+    tables.save("03-missed", seen, seen_and_missed)
+    article = {}
+    for name in seen_and_missed(beside.predicted)["reading"]:
+        if tables.is_published(beside.predicted):
+            highest, peak = tables.number("hooks_top"), tables.number("peak")
+            article[name] = peak - highest if name == "missed" else peak if name.startswith("peak") else highest
+    table = tables.beside(seen, seen_and_missed, ["reading"], "size_bytes", article=article)
+    return Shown(table, tables.caption("Readings against the trace, step 2", seen, article=True))
+
+
+def seen_and_missed(trace: Trace) -> pd.DataFrame:
+    """`blind` for all readings of the step."""
+    return blind(trace, readings_of(trace))
 
 
 def readings_of(trace: Trace) -> list[Mark]:
@@ -200,7 +201,7 @@ def untouched(beside: Beside) -> Shown:
         )
     ]
     if (plain := runs.recorded("plain")) is not None and beside.recorded is not None:
-        pairs.append((beside.recorded, plain))
+        pairs.append((runs.recorded("readings") or beside.recorded, plain))
     for looked, plain in pairs:
         for name, trace in (("with hooks, phases and owners", looked), ("without any", plain)):
             rows.append((runs.source(trace), name, len(trace), *highest(trace)))
