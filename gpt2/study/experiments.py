@@ -16,6 +16,7 @@ from gpt2.memory import gpus
 from gpt2.memory.trace import Trace
 from gpt2.step import Recipe, Training, unwatched
 from gpt2.study import hooks, savings_ladder, subjects, variants
+from gpt2.study.strangers import STRANGERS
 from gpt2.study.backends import attention_backend
 
 MiB = 2**20
@@ -50,7 +51,7 @@ class Experiment:
         """Train on `card`, a Recorder or a SimulatedGpu that has been entered. May raise torch.OutOfMemoryError."""
         if self.recipe is None:
             subjects.train(
-                subjects.SUBJECTS[self.subject],
+                ALL_SUBJECTS[self.subject],
                 watch=card.watch,
                 batch=self.batch,
                 steps=self.steps,
@@ -133,6 +134,7 @@ def _recipe(
     )
 
 
+ALL_SUBJECTS = {**subjects.SUBJECTS, **STRANGERS}
 SWEEP = (4, 8, 12, 16, 18, 19, 20, 21, 22, 23)
 EXPANDABLE = "expandable_segments:True"
 VARIABLE = (512, 640, 768, 1024, 384, 896, 1000, 256, 700, 1024)
@@ -243,6 +245,9 @@ def _all() -> Iterable[Experiment]:
         ("lstm", 16, "fp32"),
     ):
         yield Experiment(f"{name}-{precision}", subject=name, batch=batch, precision=precision, tags=("other",))
+    for name in STRANGERS:
+        for precision in ("fp32", "bf16"):
+            yield Experiment(f"{name}-{precision}", subject=name, batch=8, precision=precision, tags=("stranger",))
     yield Experiment("resnet18-sgd", subject="resnet18", batch=32, optimizer="SGD", tags=("other",))
     yield Experiment("mlp-adam", subject="mlp", batch=512, optimizer="Adam", tags=("other",))
     yield from (Experiment(**fields) for fields in savings_ladder.experiments())
