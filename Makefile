@@ -41,8 +41,8 @@ lab: venv  ## open the notebooks in JupyterLab
 figures: venv  ## run the notebooks again and redraw every figure, also what is up to date
 	@$(RUN) -m gpt2.study.notebooks run --force $(ARGS)
 
-html: venv  ## export the notebooks as pages, to site/
-	@$(RUN) -m nbconvert --to html --output-dir site --log-level WARN notebooks/*.ipynb
+html: venv  ## the study as a site to read, in build/site: no kernel, no network, works from a file
+	@$(RUN) -m gpt2.study.site
 
 bench: venv  ## how quick and how exact a prediction is, beside the other ways to get one without a GPU
 	@$(RUN) -m gpt2.study.bench $(ARGS)
@@ -50,6 +50,6 @@ bench: venv  ## how quick and how exact a prediction is, beside the other ways t
 lint: venv  ## the linter alone
 	@$(RUN) -m ruff check .
 
-clean:  ## remove what a run leaves behind: build/, site/, caches (not .venv, not results)
-	@rm -rf build site .pytest_cache .ruff_cache
+clean:  ## remove what a run leaves behind: build/, caches (not .venv, not results)
+	@rm -rf build .pytest_cache .ruff_cache
 	@find gpt2 tests notebooks -name __pycache__ -o -name .ipynb_checkpoints -o -name '.*.tmp' | xargs rm -rf

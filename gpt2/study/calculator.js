@@ -37,6 +37,8 @@
     return low;
   }
 
+  const firsts = d.exact.filter((row, n) => d.exact.findIndex((other) => [...shape, "length", ...knobs, "gpu"].every((name) =>
+    other[name] === row[name])) === n);
   const same = (s) => d.exact.filter((row) => [...shape, "length", ...knobs, "gpu"].every((name) => row[name] === s[name]));
 
   function cells(name, formula, row, value) {
@@ -74,10 +76,38 @@
       ? `; predicted exactly: ${Math.max(...works)} fits, ${Math.min(...fails)} does not` : "");
     $("numbers").innerHTML = cells("allocated", found.total, row, row && row.peak_allocated_bytes)
       + cells("reserved", found.reserved, row, row && row.peak_reserved_bytes);
-    $("who").textContent = !row ? `peak by formula: ${found.moment}` + (family.length ? `. Exact at batch ${family.map((r) => r.batch).join(", ")}` : "")
-      : row.failure ? `fails: ${row.failure}` : `peak set by: ${row.moment}`;
+    $("who").textContent = !row ? `peak by formula: ${found.moment}` : row.failure ? `fails: ${row.failure}` : `peak set by: ${row.moment}`;
+    stops(family, s);
     $("key").innerHTML = found.owners.map((size, j) => (size < MIB / 2 ? "" : `<span><i style="background:${d.colours[j]}"></i>`
       + `${d.owners[j]} ${number(size / MIB, 0)}</span>`)).join("");
+  }
+
+  // Buttons to where exact answers are: the batches of this setting, or else the settings that have any.
+  function stops(family, s) {
+    const rows = family.length ? family : firsts.filter((row) => row.gpu === s.gpu);
+    const shown = family.length ? rows.map((r) => r.batch).join() : s.gpu;
+    if (shown !== $("stops").dataset.shown) {
+      $("stops").dataset.shown = shown;
+      $("stops").innerHTML = (rows.length ? `<span>exact at ${family.length ? "batch" : ""}</span>` : "") + rows.map((row) =>
+        `<button data-row="${d.exact.indexOf(row)}" class="${row.fits ? "" : "bad"}">${family.length ? row.batch : named(row)}</button>`).join("");
+    }
+    $("stops").querySelectorAll("button").forEach((button) =>
+      button.setAttribute("aria-pressed", family.length > 0 && d.exact[button.dataset.row].batch === s.batch));
+  }
+
+  function named(row) {
+    const model = Object.keys(d.sizes).find((name) => shape.every((part, j) => row[part] === d.sizes[name][j])) || "custom";
+    return [model, `${number(row.length, 0)} tokens`, ...knobs.map((name) => row[name]).filter((word, j) => !j || word !== d.knobs[knobs[j]][0])].join(", ");
+  }
+
+  function go(row) {
+    $("model").value = named(row).split(",")[0];
+    [...shape, ...knobs].forEach((name) => { $(name).value = row[name]; });
+    $("length").max = row.context;
+    $("batch").max = Math.max(+$("batch").max, row.batch);
+    $("batch").value = row.batch;
+    $("length").value = row.length;
+    draw();
   }
 
   function model() {
@@ -92,6 +122,7 @@
   }
 
   root.querySelectorAll("input, select").forEach((knob) => knob.addEventListener("input", knob === $("model") ? model : draw));
+  $("stops").addEventListener("click", (event) => { if (event.target.dataset.row) go(d.exact[event.target.dataset.row]); });
   $("context").addEventListener("input", () => { $("length").max = $("context").value; });
   model();
   root.classList.add("alive");

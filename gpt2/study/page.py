@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
@@ -24,7 +24,11 @@ _HERE = Path(__file__).parent
 
 def walk_html(trace: Trace, *, step: int = 2, readings: Sequence[Mark] | None = None, recipe: str = "") -> str:
     """The walk through a step as a fragment to put into any page: play, slider, keys, buttons, light and dark."""
-    walk = walk_of(trace, step=step, readings=readings, recipe=recipe)
+    return walk_fragment(walk_of(trace, step=step, readings=readings, recipe=recipe))
+
+
+def walk_fragment(walk: Walk) -> str:
+    """The same, of a walk that exists."""
     buttons = "".join(f'<button data-to="{index}">{name}</button>' for name, index in walk.moments.items())
     fields = "".join(f'<{tag} data-is="{name}"></{tag}>' for tag, name in (
         ("b", "total"), ("span", "where"), ("span", "what"), ("span", "who"), ("em", "verdict")))
@@ -43,28 +47,47 @@ def walk_html(trace: Trace, *, step: int = 2, readings: Sequence[Mark] | None = 
     return fragment("walk", body, _step(walk))
 
 
-def calculator_html(table: pd.DataFrame | None = None) -> str:
+def calculator_html(table: pd.DataFrame | None = None, setting: Setting | None = None, gpu: str = "A40") -> str:
     """The calculator as a fragment: formulas while one drags, and the exact answers of `table` where it has them.
 
-    `table` is `calculator.grid(...)`: exact predictions, made when the page is.
+    `table` is `calculator.grid(...)`: exact predictions, made before the page is. The page opens at `setting`.
     """
+    setting = setting or Setting()
+    shape = {name: getattr(setting, name) for name in SHAPE}
+    model = next((name for name, size in SIZES.items() if {n: getattr(size, n) for n in SHAPE} == shape), "custom")
     row = '<div class="controls">{}</div>'.format
     sliders = "".join(
         f'<label class="wide">{name} <input type="range" data-is="{name}" min="1" max="{most}" value="{value}">'
         f'<output data-is="{name}-is"></output></label>'
-        for name, most, value in (("batch", 64, 8), ("length", 1024, 1024)))
-    fields = "".join(f'<label>{name} <input type="number" min="1" data-is="{name}"></label>' for name in SHAPE)
+        for name, most, value in (("batch", max(128, setting.batch), setting.batch),
+                                  ("length", setting.context, setting.length)))
+    fields = "".join(f'<label>{name} <input type="number" min="1" value="{shape[name]}" data-is="{name}"></label>'
+                     for name in SHAPE)
     body = (
-        row(_choice("model", [*SIZES, "custom"], "124M") + _choice("gpu", gpus.names(), "A40", "GPU")) + row(sliders)
-        + row("".join(_choice(name, options, options[0]) for name, options in KNOBS.items()))
+        row(_choice("model", [*SIZES, "custom"], model) + _choice("gpu", gpus.names(), gpu, "GPU")) + row(sliders)
+        + row("".join(_choice(name, options, getattr(setting, name)) for name, options in KNOBS.items()))
         + f"<details><summary>layers, width, heads, vocabulary, context</summary>{row(fields)}</details>"
         '<p data-is="note"></p><div class="walk calculator" data-is="screen">'
         f'<div class="card" data-is="card"></div><svg viewBox="-4 0 {WIDTH} 62" data-is="bar" role="img" '
         'aria-label="peak memory by owner beside the card"></svg>'
         '<div class="verdict"><b data-is="verdict"></b> <span data-is="largest"></span></div>'
         "<table><thead><tr><th>MiB at the peak</th><th>formula</th><th>exact</th><th>difference</th></tr></thead>"
-        '<tbody data-is="numbers"></tbody></table><p data-is="who"></p><div class="key" data-is="key"></div></div>')
+        '<tbody data-is="numbers"></tbody></table><p data-is="who"></p><div class="controls" data-is="stops"></div>'
+        '<div class="key" data-is="key"></div></div>')
     return fragment("calculator", body, _formulas(table))
+
+
+def guesses_html(questions: Mapping[str, tuple], truth: Mapping[str, object]) -> str:
+    """The four guesses as a form, which the browser keeps; with `truth`, what it is and how far off each guess was."""
+    rows = []
+    for name, (question, unit, _) in questions.items():
+        answer = f'<output data-is="{name}-is"></output>' if truth else ""
+        entry = (_choice(name, ["", *unit], "", question) if isinstance(unit, tuple) else
+                 f'<label>{question} ({unit}) <input type="number" min="0" step="any" data-is="{name}"></label>')
+        rows.append(f"<div>{entry} {answer}</div>")
+    note = "kept by this browser; scored in the last notebook" if not truth else "your guesses, and what was published"
+    body = f'<div class="guesses">{"".join(rows)}</div><small>{note}</small><p data-is="note"></p>'
+    return fragment("guesses", body, {"names": list(questions), "truth": dict(truth)})
 
 
 def fragment(name: str, body: str, data: dict) -> str:
