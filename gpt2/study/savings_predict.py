@@ -1,8 +1,8 @@
 """Every prediction of notebook 07, made once: `python -m gpt2.study.savings_predict [--jobs 2]`.
 
 A hundred and more simulated runs take minutes, and a notebook has seconds: it reads these tables, predicts a few rows
-again, and says so if they differ. Tables go to results/predicted/h200/ (07-savings, 07-lengths, 07-crossovers,
-07-selective, 07-casts) and, of the published card, a40/ (07-waterfall).
+again, and says so if they differ. Tables go to results/predicted/h200/ (07-savings, 07-beyond, 07-lengths,
+07-crossovers, 07-selective, 07-casts) and, of the published card, a40/ (07-waterfall).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpt2.memory.trace import Category, Trace
 from gpt2.step import Recipe
 from gpt2.study import results
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
-from gpt2.study.savings_ladder import LADDER, LENGTH_STEP, LENGTHS, LIMIT_MIB, SAVINGS, STEPS, by_key
+from gpt2.study.savings_ladder import BEYOND, LADDER, LENGTH_STEP, LENGTHS, LIMIT_MIB, SAVINGS, STEPS, by_key
 
 GPU, RELEASE = "H200", "2.11.0"  # card and PyTorch of the recordings
 ARTICLE = ("A40", "2.5.1")  # those of the published baseline
@@ -97,6 +97,14 @@ def at_largest(batch: int, trace: Trace) -> dict:
             row[f"largest_step_{step}_{what}_bytes"] = max(
                 (getattr(mark, f"max_{what}_bytes") for mark in marks), default=None)
     return row
+
+
+def beyond_row(key: str, batch: int) -> dict:
+    """A batch beyond the boundary: in which step it fails."""
+    saving = by_key(key)
+    settings = {"limit_mib": LIMIT_MIB, "alloc_conf": saving.alloc_conf, "backend": saving.backend}
+    trace = _predict(Experiment("", saving.recipe(batch), steps=STEPS, **settings))
+    return {"key": key, "saving": saving.says, "batch_count": batch} | failure(trace)
 
 
 def waterfall_row(key: str) -> dict:
@@ -193,6 +201,7 @@ def _most(blocks: list) -> int:
 
 TABLES: dict[str, tuple[Callable[..., dict], list[tuple]]] = {
     "07-savings": (saving_row, [(s.key,) for s in SAVINGS]),
+    "07-beyond": (beyond_row, [(key, batch) for key, batches in BEYOND.items() for batch in batches]),
     "07-waterfall": (waterfall_row, [(s.key,) for s in LADDER]),
     "07-lengths": (length_row, [(key,) for key in LENGTHS]),
     "07-crossovers": (crossover_row, [(key, batch) for key in COMPARED for batch in SHORT_BATCHES]),

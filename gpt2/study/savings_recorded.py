@@ -63,7 +63,9 @@ def timing(folder: Path) -> None:
         "seed": 0,
         "command": "python -m gpt2.study.savings_timing",
     }
-    save("07-steps", pd.read_csv(folder / "steps.csv"), facts)
+    steps = pd.read_csv(folder / "steps.csv")
+    steps["error"] = steps["error"].str.partition(" GPU ")[0]  # the rest tells of this machine's other processes
+    save("07-steps", steps, facts)
     if (folder / "loss.csv").is_file():
         save("07-loss", pd.read_csv(folder / "loss.csv"), facts | {"config": {"repetitions": 10}})
 

@@ -11,13 +11,15 @@ from functools import cache
 
 import pandas as pd
 
+from gpt2.memory.answer import answer
 from gpt2.memory.trace import Category
 from gpt2.study import paths, results, runs
-from gpt2.study.experiments import EXPERIMENTS, predict
-from gpt2.study.savings_ladder import BACKENDS, LADDER, LENGTH_STEP, SINGLES, Saving
+from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
+from gpt2.study.savings_ladder import BACKENDS, LADDER, LENGTH_STEP, SINGLES, Saving, by_key
 from gpt2.study.savings_predict import GPU, RELEASE, at_peak
 from gpt2.study.tables import MIB, Shown
 
+ALL = (*SINGLES, *BACKENDS, *LADDER[1:])
 OWNERS = [c for c in Category if c is not Category.OUTSIDE]
 _MOMENTS = {
     "aten._log_softmax_backward_data": "loss: backward of log-softmax",
@@ -143,11 +145,14 @@ def timed_on() -> str:
     return f"Recorded: {facts['gpu']}, torch {facts['torch']}, driver {facts['driver']}, {str(facts['date'])[:10]}."
 
 
-def frontier(savings: Sequence[Saving]) -> pd.DataFrame:
-    """Peak and step time of 8 sequences, as `figures.frontier` wants them."""
+def frontier() -> pd.DataFrame:
+    """Peak and step time of 8 sequences, each alone and each rung, as `figures.frontier` wants them."""
+    rungs = {saving.key: f"rung {n}: {saving.says}" for n, saving in enumerate(LADDER) if n > 2}
+    savings = [saving for saving in ALL if saving.key in rungs or saving not in LADDER or saving is LADDER[0]]
+    names = [rungs.get(saving.key, saving.says) for saving in savings]
     timed = steps().reindex([saving.name for saving in savings])
     peaks = of("07-savings", savings, "measured")["peak_allocated_bytes"].to_numpy()
-    found = pd.DataFrame({"configuration": _says(savings), "peak_bytes": peaks, "step_ms": timed["step_ms"].to_numpy()})
+    found = pd.DataFrame({"configuration": names, "peak_bytes": peaks, "step_ms": timed["step_ms"].to_numpy()})
     return found.dropna()
 
 
@@ -172,24 +177,43 @@ def largest(savings: Sequence[Saving] = LADDER) -> Shown:
     """The largest batch that was predicted, and what the card said to it and to one more."""
     ours, timed = of("07-savings", savings), steps()
     fits, more = (timed.reindex([s.at(s.largest + n) for s in savings]) for n in (0, 1))
-    mine, real = ours["largest_peak_reserved_bytes"].to_numpy(), fits["peak_reserved_bytes"].to_numpy(dtype=float)
-    allocated = fits["peak_allocated_bytes"].to_numpy(dtype=float) - ours["largest_peak_allocated_bytes"].to_numpy()
     shown = pd.DataFrame({
         "configuration": _says(savings),
         "largest batch, predicted": [s.largest for s in savings],
-        "recorded: fits": [_verdict(x) for x in fits["fits"]],
-        "recorded: one more": [_verdict(x) for x in more["fits"]],
-        "fails in step": more["failed_step"].to_numpy(),
-        "reserved, recorded (MiB)": real / MIB,
-        "recorded less predicted, reserved (bytes)": real - mine,
-        "recorded less predicted, allocated (bytes)": allocated,
-        "time per token (µs)": 1000 * (fits["step_ms"] / fits["tokens_count"]).to_numpy(),
+        "recorded": [_verdict(x) for x in fits["fits"]],
+        "one more, predicted: fails in step": ours["next_fails_step"].to_numpy(),
+        "one more, recorded: fails in step": more["failed_step"].to_numpy(),
     })
-    return Shown(shown, f"Sequences of 1,024 tokens under 45,440 MiB. {about()}")
+    for what in ("reserved", "allocated"):
+        shown[f"{what}, recorded (MiB)"] = fits[f"peak_{what}_bytes"].to_numpy(dtype=float) / MIB
+        shown[f"recorded less predicted, {what} (bytes)"] = [
+            row[f"peak_{what}_bytes"] - _of_step(kept, row["timed_count"], what)
+            for (_, row), (_, kept) in zip(fits.iterrows(), ours.iterrows(), strict=True)]
+    shown["time per token (µs)"] = 1000 * (fits["step_ms"] / fits["tokens_count"]).to_numpy()
+    return Shown(shown, f"Sequences of 1,024 tokens under 45,440 MiB; peaks of the last step that was timed. {about()}")
+
+
+def _of_step(kept: pd.Series, timed: float, what: str) -> float:
+    """The prediction for the last step of a timed run: two steps are run before the timed ones."""
+    return float("nan") if pd.isna(timed) else kept[f"largest_step_{int(timed) + 2}_{what}_bytes"]
 
 
 def _verdict(fits) -> str:
     return "·" if pd.isna(fits) else "fits" if fits in (True, "True") else "out of memory"
+
+
+def beyond() -> Shown:
+    """Batches beyond the boundary: the step in which they were predicted to fail, and in which they failed."""
+    found, timed = table("predicted", "07-beyond"), steps()
+    names = [by_key(key).at(batch) for key, batch in zip(found["key"], found["batch_count"], strict=True)]
+    shown = pd.DataFrame({
+        "configuration": found["saving"],
+        "batch": found["batch_count"],
+        "predicted: fails in step": found["next_fails_step"],
+        "recorded: fails in step": timed.reindex(names)["failed_step"].to_numpy(),
+        "predicted: in": found["next_fails_phase"],
+    })
+    return Shown(shown, f"Sequences of 1,024 tokens under 45,440 MiB. {about()}")
 
 
 def rungs() -> pd.DataFrame:
@@ -235,4 +259,12 @@ def predicted_again(savings: Sequence[Saving]) -> str:
     return f"Predicted again just now and equal to the tables, to the byte: {names}."
 
 
-ALL = (*SINGLES, *BACKENDS, *LADDER[1:])
+def yours(saving: str, batch: int, gpu: str, torch_release: str) -> str:
+    """A saving of the tables with another batch, on another card: a sentence."""
+    chosen = by_key(saving)
+    trace = predict(Experiment("", chosen.recipe(batch), alloc_conf=chosen.alloc_conf, backend=chosen.backend), gpu,
+                    torch_release=torch_release)
+    found = answer(trace, owners=False)
+    verdict = "fits" if found["fits"] else f"is out of memory in {found['out_of_memory']['phase']}"
+    return (f"{chosen.says}, batch {batch} x 1,024, predicted for {gpu}: {verdict}, allocated "
+            f"{found['peak_allocated_bytes'] / MIB:,.1f} MiB, reserved {found['peak_reserved_bytes'] / MIB:,.1f} MiB")

@@ -216,7 +216,9 @@ def spawn(name: str, folder: Path) -> str:
 def collect(folder: Path) -> None:
     """steps.csv and loss.csv from what the processes left. Needs no GPU."""
     rows = {path.stem: json.loads(path.read_text()) for path in sorted((folder / "rows").glob("*.json"))}
-    pd.DataFrame([rows[name] for name in configurations() if name in rows]).to_csv(folder / "steps.csv", index=False)
+    order = dict.fromkeys([*configurations(), *rows])
+    steps = [rows[name] for name in order if name in rows and name != LOSS]
+    pd.DataFrame(steps).to_csv(folder / "steps.csv", index=False)
     if isinstance(rows.get(LOSS), list):
         pd.DataFrame(rows[LOSS]).to_csv(folder / "loss.csv", index=False)
 
