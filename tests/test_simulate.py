@@ -72,8 +72,7 @@ def test_loader_pinned_autocast_and_scaler(simulate):
     assert [row["step"] for row in found["per_step"]] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("word", ["plain", pytest.param("mask", marks=pytest.mark.xfail(
-    reason="transformers asks whether a mask on the card is all ones, and the simulated card keeps no values"))])
+@pytest.mark.parametrize("word", ["plain", "mask"])
 def test_transformers_model(simulate, word):
     status, out, err, found = simulate("language_model.py", word)
     assert status == 0, err

@@ -39,7 +39,9 @@ def test_everything_is_restored_also_after_an_exception():
     assert state() == before
     assert torch.nn.functional.dropout(torch.ones(4, device="meta"), 0.5).device.type == "meta"
     linear = nn.Linear(2, 2)
-    assert linear.weight.device.type == "cpu" and float(linear(torch.ones(2)).sum()) == float(linear(torch.ones(2)).sum())
+    assert linear.weight.device.type == "cpu" and float(linear(torch.ones(2)).sum()) == float(
+        linear(torch.ones(2)).sum()
+    )
 
 
 def test_a_card_is_entered_once_at_a_time():
@@ -125,7 +127,7 @@ def test_moving_a_module_keeps_parameters_and_ties():
 
 def test_values_read_print_as_nan_once_warned_and_refuse_comparison():
     with SimulatedGpu("A40"):
-        loss = torch.zeros((), device="cuda")
+        loss = torch.randn((), device="cuda")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert f"{loss.item():.3f}" == "nan" and str(loss.item() * 2) == "nan"
@@ -265,14 +267,34 @@ def test_integers_and_masks_are_known_where_they_come_from_the_host_or_from_cons
         assert not mask.all() and mask.tolist()[1] == [1, 1, 1, 0, 0]
         lengths = torch.tensor([3, 1, 2]).cuda()
         assert lengths.max().item() == 3 and lengths.cpu().tolist() == [3, 1, 2]
-        rows = torch.zeros(4, 7, device="cuda")[torch.tensor([True, False, True, True], device="cuda")]
+        rows = torch.randn(4, 7, device="cuda")[torch.tensor([True, False, True, True], device="cuda")]
         assert rows.shape == (3, 7) and lengths.nonzero().shape == (3, 1) and lengths.unique().tolist() == [1, 2, 3]
         with pytest.raises(ValueReadError):
             rows[rows > 0]
 
 
-def test_random_numbers_and_floats_are_not_known():
+def test_constants_are_known_random_and_written_values_are_not():
     with SimulatedGpu("A40"):
-        for tensor in (torch.randint(0, 9, (3,), device="cuda"), torch.ones(3, device="cuda")):
+        ones, state = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+        assert ones.sum() == 3 and not state.any()
+        torch._foreach_add_([state], [torch.randn(3, device="cuda")])
+        for tensor in (torch.randint(0, 9, (3,), device="cuda"), state, torch.empty(3, device="cuda"), ones * state):
             with pytest.raises(ValueReadError):
                 bool((tensor > 0).all())
+
+
+def test_log_lines_go_on_and_guards_against_bad_numbers_do_not_stop():
+    import json
+    import math
+
+    with SimulatedGpu("A40"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = torch.randn((), device="cuda")
+        assert f"{float(loss):.2f} {loss:.3f} {loss.item():.1f}" == "nan nan nan"
+        assert math.isfinite(loss.item()) and not math.isnan(loss.item()) and json.dumps([loss.item()]) == "[NaN]"
+        torch.cuda.nvtx.range_push("step")
+        torch.cuda.nvtx.range_pop()
+        assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda"
+        assert loss.type() == "torch.cuda.FloatTensor"
+    assert not torch.accelerator.is_available() or torch.cuda.is_available()
+    assert math.isnan(float("nan"))

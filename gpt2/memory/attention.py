@@ -40,14 +40,16 @@ def backend(card, q, k, v, mask, dropout: float, is_causal: bool, gqa: bool) -> 
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def _plain(q, k, v) -> bool:
-    return q.dim() == 4 and all(t.stride(-1) == 1 for t in (q, k, v)) and 0 not in q.shape and 0 not in k.shape
+def _plain(q, k, v, mask) -> bool:
+    """check_last_dim_stride_equals_1_dense and check_nonzero_sequence_lengths_dense; the mask's stride counts, too."""
+    dense = all(t is None or t.stride(-1) == 1 for t in (q, k, v, mask))
+    return q.dim() == 4 and dense and 0 not in q.shape and 0 not in k.shape
 
 
 def _cudnn_takes(card, q, k, v, mask, dropout, gqa) -> bool:
     widest = 256 if card.gpu.capability[0] == 9 else 128
     return (
-        _plain(q, k, v)
+        _plain(q, k, v, mask)
         and card.gpu.capability >= (8, 0)
         and q.dtype in _HALVES
         and q.shape[-1] % 8 == 0
@@ -61,7 +63,7 @@ def _cudnn_takes(card, q, k, v, mask, dropout, gqa) -> bool:
 
 def _flash_takes(card, q, k, v, mask, dropout, gqa) -> bool:
     return (
-        _plain(q, k, v)
+        _plain(q, k, v, mask)
         and card.gpu.capability >= (8, 0)
         and q.dtype in _HALVES
         and mask is None
@@ -73,7 +75,7 @@ def _flash_takes(card, q, k, v, mask, dropout, gqa) -> bool:
 def _efficient_takes(card, q, k, v, mask, dropout, gqa) -> bool:
     aligned = 8 if q.dtype in _HALVES and card.gpu.capability >= (7, 5) else 4 if card.gpu.capability >= (8, 0) else 1
     return (
-        _plain(q, k, v)
+        _plain(q, k, v, mask)
         and not gqa
         and q.shape[1] == k.shape[1]
         and q.shape[-1] % aligned == 0
@@ -86,6 +88,8 @@ def _attention(card):
     def attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
         mask = additive(attn_mask, query)
         choice = backend(card, query, key, value, mask, dropout_p, is_causal, enable_gqa)
+        if mask is not None and choice == "efficient":
+            mask = _aligned(mask)
         if mask is not None and mask.dim() == 4 and choice in ("cudnn", "efficient"):
             mask = mask.expand(query.shape[0], query.shape[1], query.shape[-2], key.shape[-2])
         keep = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
@@ -141,6 +145,14 @@ def _math(query, key, value, mask, dropout, is_causal, scale, gqa):
     out = torch.matmul(scores, value).to(dtype)
     del narrow, given
     return out
+
+
+def _aligned(mask):
+    """attention.cpp, preprocess_mask: rows that do not begin at a multiple of 8 elements are padded."""
+    if all(stride % 8 == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1:
+        return mask
+    width = mask.shape[-1]
+    return F.pad(mask, (0, 8 - width % 8))[..., :width]
 
 
 def additive(mask, query):

@@ -69,6 +69,8 @@ class Tracker(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None:
             if device.type == "cuda":
+                if device.index:
+                    raise RuntimeError("CUDA error: invalid device ordinal (the simulated machine has one GPU, cuda:0)")
                 kwargs = {**kwargs, "device": META}
                 if func is aten._to_copy.default:
                     return self._to_card(args, kwargs)
@@ -128,11 +130,7 @@ class Tracker(TorchDispatchMode):
             out = rule(self, func, args, kwargs)
         else:
             out = self.outputs(shapes.call(func, args, kwargs))
-        if isinstance(out, torch.Tensor):
-            if not out.dtype.is_floating_point:
-                self.known.follow(func, args, kwargs, out)
-        elif isinstance(out, tuple | list):
-            self.known.follow(func, args, kwargs, out)
+        self.known.follow(func, args, kwargs, out)
         return out
 
     def outputs(self, out):

@@ -8,6 +8,7 @@ are replaced on `torch.Tensor`. `Patches` undoes it all.
 from __future__ import annotations
 
 import inspect
+import math
 import types
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
@@ -32,7 +33,6 @@ def _real_device(tensor: torch.Tensor) -> torch.device:
         with torch._C.DisableTorchFunction():
             return _device_getter(tensor)
     return _device_getter(tensor)
-
 
 
 def is_cuda(device) -> bool:
@@ -211,8 +211,24 @@ class Patches:
         self.set(tensor, "tolist", lambda t: real_tolist(on_host(t)))
         self.set(tensor, "numpy", lambda t, *a, **k: real_numpy(on_host(t), *a, **k))
         self.set(tensor, "__bool__", boolean)
-        for name in ("__int__", "__float__", "__index__"):
+        for name in ("__int__", "__index__"):
             self.set(tensor, name, number(name))
+        real_float = tensor.__float__
+        self.set(
+            tensor, "__float__", lambda t: float(values.read(t)) if (value := known(t)) is None else real_float(value)
+        )
+        for name, answer in (("isnan", False), ("isinf", False), ("isfinite", True)):
+            self.set(math, name, _finite(getattr(math, name), answer))
+        real_type = tensor.type
+        self.set(
+            tensor,
+            "type",
+            lambda t, dtype=None, **k: (
+                real_type(t, dtype, **k)
+                if dtype is not None
+                else (real_type(t).replace("torch.meta", "torch.cuda" if is_on_cuda(t) else "torch"))
+            ),
+        )
         self.set(
             tensor,
             "__repr__",
@@ -233,6 +249,7 @@ class Patches:
         self._grouping()
         self._files()
         self._loaders()
+        self._accelerator()
 
     def _constructors(self) -> None:
         """`torch.tensor(..., device="cuda")` makes a host tensor first and moves it; a device without index fails there."""
@@ -315,6 +332,34 @@ class Patches:
 
         self.set(loader, "__init__", init)
 
+    def _accelerator(self) -> None:
+        """torch.accelerator, PyTorch's newer name for the same card, and NVTX, which nobody listens to."""
+        accelerator, cuda = torch.accelerator, torch.cuda
+        answers = {
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_accelerator": lambda check_available=False: torch.device("cuda"),
+            "current_device_index": lambda: 0,
+            "current_device_idx": lambda: 0,
+            "synchronize": lambda device=None: cuda.synchronize(),
+            "current_stream": lambda device=None: cuda.current_stream(),
+        }
+        same = ("empty_cache", "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved")
+        same += ("max_memory_reserved", "reset_accumulated_memory_stats", "reset_peak_memory_stats")
+        for name in same:
+            answers[name] = lambda *args, _name=name: getattr(cuda, _name)()
+        for name, answer in answers.items():
+            if hasattr(accelerator, name):
+                self.set(accelerator, name, answer)
+        silent = types.SimpleNamespace(
+            rangePushA=lambda text: 0,
+            rangePop=lambda: 0,
+            markA=lambda text: None,
+            rangeStartA=lambda text: 0,
+            rangeEnd=lambda which: None,
+        )
+        self.set(torch.cuda.nvtx, "_nvtx", silent)
+
     def _grouping(self) -> None:
         """Foreach code groups tensors by device in C++, which sees meta."""
         real = torch._C._group_tensors_by_device_and_dtype
@@ -352,6 +397,9 @@ class Patches:
 
             def wait_event(self, event):
                 pass
+
+            def is_capturing(self):
+                return False
 
             def query(self):
                 return True
@@ -393,7 +441,7 @@ class Patches:
                 pass
 
             def elapsed_time(self, other):
-                return values.Unknown(0.0)
+                return values.Unknown()
 
         @contextmanager
         def stream(which):
@@ -409,6 +457,11 @@ class Patches:
         self.set(cuda, "current_stream", lambda device=None: Stream(number=card.stream))
         self.set(cuda, "default_stream", lambda device=None: Stream(number=0))
         self.set(cuda, "set_stream", lambda which: card.set_stream(which.cuda_stream))
+
+
+def _finite(real, answer: bool):
+    """`math.isnan` and its kin, for which a number that nobody knows is an ordinary one."""
+    return lambda x: answer if isinstance(x, values.Unknown) else real(x)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ once, and refuses to be compared: a program that branches on it would go a way n
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -23,14 +25,18 @@ class ValueReadError(RuntimeError):
 
 
 def user_line() -> str:
-    """file:line of the innermost frame that belongs neither to PyTorch nor to this package."""
-    frame = sys._getframe(1)
+    """file:line of the program: of the innermost frame outside PyTorch and this package, and where that is a library's,
+    of the innermost frame of the program itself, too."""
+    frame, inner = sys._getframe(1), ""
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_OURS, _TORCH)):
-            return f"{name}:{frame.f_lineno}"
+        if not name.startswith((_OURS, _TORCH, "<frozen")):
+            here = f"{name}:{frame.f_lineno}"
+            if f"{os.sep}site-packages{os.sep}" not in name:
+                return f"{here} (in {inner})" if inner else here
+            inner = inner or here
         frame = frame.f_back
-    return "an unknown line"
+    return inner or "an unknown line"
 
 
 def initialising() -> bool:
@@ -58,24 +64,20 @@ def _warn() -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(
-            f"{user_line()} reads the value of a simulated tensor: it prints as nan (said once)", stacklevel=3
-        )
+        where, _, line = user_line().partition(" ")[0].rpartition(":")
+        text = "the value of a simulated tensor is read: it prints as nan (said once)"
+        warnings.warn_explicit(text, UserWarning, where, int(line) if line.isdigit() else 0)
 
 
 class Unknown(float):
-    """The stand-in for a number read from a simulated tensor. Prints as nan; comparing it is an error."""
+    """The stand-in for a number read from a simulated tensor. It is nan, and comparing it is an error.
 
-    def __repr__(self):
-        return "nan"
+    `math.isnan` and its kin take it for an ordinary number while a GPU is simulated: a training loop that stops at a
+    loss that is not finite goes on.
+    """
 
-    __str__ = __repr__
-
-    def __format__(self, spec):
-        try:
-            return format(float("nan"), spec)
-        except ValueError:
-            return "nan"
+    def __new__(cls):
+        return super().__new__(cls, math.nan)
 
     def _refuse(self, *_):
         raise branch("a comparison or a branch")
@@ -84,7 +86,7 @@ class Unknown(float):
     __hash__ = float.__hash__
 
     def _stay(self, *_):
-        return Unknown(0.0)
+        return Unknown()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _stay
     __floordiv__ = __mod__ = __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __round__ = _stay
@@ -95,7 +97,7 @@ def read(tensor: torch.Tensor) -> Unknown:
     if tensor.numel() != 1:
         raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
     _warn()
-    return Unknown(0.0)
+    return Unknown()
 
 
 def forget(tensor: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:
