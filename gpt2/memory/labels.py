@@ -36,6 +36,7 @@ class Labels:
         self.optimizing = False
         self.around = None  # makes a profiler range of a name; a real GPU's recorder wants one per module
         self._ranges: list = []
+        self.watched = False  # somebody announces phases and steps
         self.begun = False  # a forward or an optimizer's step has been seen
         self.steps_of: Counter = Counter()  # steps done, by optimizer
         self.with_stacks = stacks
@@ -60,8 +61,9 @@ class Labels:
             handle.remove()
 
     def current_step(self) -> int:
-        """The announced step; else one more than the busiest optimizer has done, 0 before the first forward."""
-        if self.announced or not self.begun:
+        """The announced step; where nobody announces, one more than the busiest optimizer has done, 0 before the first
+        forward."""
+        if self.watched or not self.begun:
             return self.step
         return 1 + max(self.steps_of.values(), default=0)
 

@@ -86,7 +86,7 @@ class Recorder:
     def watch(self, phase: str, step: int):
         """Announce a phase of a step: its events carry the names, and its end is a mark of the trace."""
         self._phases.append((self._position(), phase, step))
-        self.labels.announced, self.labels.step = phase, step
+        self.labels.announced, self.labels.step, self.labels.watched = phase, step, True
         yield
         self.labels.announced = ""
         self._phases.append((self._position(), "", step))

@@ -247,7 +247,7 @@ class SimulatedGpu:
     def watch(self, phase: str, step: int):
         """Announce a phase of a step: its events carry the names, and its end is a mark of the trace."""
         labels = self.labels
-        labels.announced, labels.step = phase, step
+        labels.announced, labels.step, labels.watched = phase, step, True
         try:
             yield
         finally:
