@@ -1,9 +1,9 @@
 """A reader in a browser: a real JupyterLab, a real Chromium, Run All, and a hand on the slider."""
 
 import contextlib
+import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,32 +13,30 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import chromium
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from gpt2.cli import main
 from gpt2.study import clean, lab, paths
 
 SOURCES = sorted((paths.ROOT / "notebooks").glob("*.ipynb"))
 WITH_WIDGETS = [source.name for source in SOURCES if "widgets." in source.read_text(encoding="utf-8")]
-CHROMIUM = shutil.which("chromium")
+RUN_WHOLE, OPENED = WITH_WIDGETS[:2], [source.name for source in SOURCES if source.name not in WITH_WIDGETS[:2]][:2]
 TOKEN = "a-token-for-the-tests"
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+MIB = 2**20
 SLIDER = """slider = widgets.IntSlider(description="moment", min=0, max=54)
 readout = widgets.HTML()
 widgets.dlink((slider, "value"), (readout, "value"), lambda moment: f"<b class='readout'>moment {moment} of 54</b>")
 widgets.VBox([slider, readout])"""
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (apt-get install chromium)")
+CALCULATOR = """asked = []
+shown = widgets.calculator(exactly=lambda setting, gpu: asked.append(setting.batch) or by_simulation(setting, gpu))
+shown"""
+COUNTED = """print("simulated", asked, "drawn", shown.redraws)"""
+
+pytestmark = chromium.needed
 
 
 def free_port() -> int:
@@ -67,6 +65,8 @@ def folder(tmp_path_factory) -> Path:
         save(shown / source.name, *cells)
     cells = [new_code_cell("import ipywidgets as widgets"), new_code_cell(SLIDER), new_code_cell("print('the', 'end')")]
     save(shown / "tiny.ipynb", new_markdown_cell("# Does the slider move?"), *cells)
+    start = "from gpt2.study import widgets\nfrom gpt2.study.calculator import by_simulation"
+    save(shown / "knobs.ipynb", *map(new_code_cell, (start, CALCULATOR, COUNTED)))
     return shown
 
 
@@ -107,14 +107,9 @@ def answers(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    from playwright.sync_api import sync_playwright  # slow, and not needed where there is no browser
-
-    with sync_playwright() as playwright:
-        home = {"HOME": str(tmp_path_factory.mktemp("chromium"))}
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS, env=os.environ | home)
-        yield chromium
-        chromium.close()
+def browser():
+    with chromium.browser() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -128,11 +123,17 @@ def page(browser):
     assert errors == []
 
 
-def run_all(page, server: str, name: str, seconds: float = 120):
-    """Open a notebook, run all its cells, wait until the last one is done; returns the notebook's panel."""
+def open_notebook(page, server: str, name: str):
+    """Open a notebook; returns its panel."""
     page.goto(f"{server}/lab/workspaces/{Path(name).stem}/tree/{name}?token={TOKEN}&reset")
     panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
     panel.locator(".jp-Notebook .jp-Cell").first.wait_for(timeout=60_000)
+    return panel
+
+
+def run_all(page, server: str, name: str, seconds: float = 120):
+    """Open a notebook, run all its cells, wait until the last one is done; returns the notebook's panel."""
+    panel = open_notebook(page, server, name)
     page.locator(".jp-StatusBar-TextItem", has_text="Python 3 | Idle").first.wait_for(timeout=60_000)
     prompts = panel.locator(".jp-CodeCell .jp-InputArea-prompt")
     for _ in range(10):  # JupyterLab forgets the order if its kernel is not quite there
@@ -160,15 +161,74 @@ def test_the_slider_moves_the_readout(page, server):
     panel.get_by_text("moment 54 of 54").wait_for(timeout=10_000)
 
 
-@pytest.mark.parametrize("name", WITH_WIDGETS)
-def test_the_widgets_of_a_notebook_answer_to_the_keyboard(page, server, name):
+@pytest.mark.parametrize("name", RUN_WHOLE)
+def test_the_widgets_of_a_notebook_answer(page, server, folder, name):
     panel = run_all(page, server, name)
     assert panel.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.stderr']").count() == 0
+    if panel.locator(".noUi-handle").count():
+        walk(page, panel)
+    else:
+        guess(panel, folder.with_name("out") / "build" / "guesses.json")
+
+
+def walk(page, panel) -> None:
+    """Keys, a drag, a button and play, on the walk through the step."""
     output = panel.locator(".jp-OutputArea-output", has=page.locator(".noUi-handle")).first
-    before = output.inner_html()
+    total, handle = output.locator(".words b"), output.locator(".noUi-handle").first
+    output.get_by_role("button", name="forward", exact=True).click()
+    until(lambda: total.inner_text() != "17,053.9 MiB allocated", seconds=10)
+    handle.focus()
+    for step in (lambda: page.keyboard.press("ArrowRight"), lambda: drag(page, output)):
+        before = total.inner_text()
+        step()
+        until(lambda before=before: total.inner_text() != before, seconds=10)
+    output.get_by_role("button", name="peak", exact=True).click()
+    until(lambda: total.inner_text() == "17,053.9 MiB allocated", seconds=10)
+    output.locator(".jupyter-widgets.widget-play button").first.click()
+    until(lambda: total.inner_text() != "17,053.9 MiB allocated", seconds=10)
+    assert output.locator(".words b").count() == 1
+
+
+def drag(page, output) -> None:
+    """The slider's handle, from where it is to the middle, in steps as a hand makes them."""
+    handle, base = (output.locator(name).first.bounding_box() for name in (".noUi-handle", ".noUi-base"))
+    page.mouse.move(handle["x"] + handle["width"] / 2, handle["y"] + handle["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(base["x"] + base["width"] / 2, base["y"], steps=12)
+    page.mouse.up()
+
+
+def guess(panel, kept: Path) -> None:
+    """A number written into the form of guesses is kept in the reader's own file."""
+    field = panel.locator(".widget-text input").first
+    field.fill("95")
+    field.press("Enter")
+    until(lambda: kept.is_file() and json.loads(kept.read_text()).get("optimizer") == 95, seconds=10)
+
+
+def test_a_burst_of_50_keys_is_one_simulation_and_equals_predict(page, server, capsys):
+    panel = run_all(page, server, "knobs.ipynb")
+    output = panel.locator(".jp-OutputArea-output", has=page.locator(".noUi-handle")).first
     output.locator(".noUi-handle").first.focus()
-    page.keyboard.press("ArrowRight")
-    until(lambda: output.inner_html() != before, seconds=10)
+    for key in ["ArrowRight"] * 31 + ["ArrowLeft"] * 19:
+        page.keyboard.press(key)
+    exact = output.locator("tr:has(td:text-is('allocated')) td").nth(2)
+    assert main("predict --gpu A40 --torch 2.5.1 --batch 20 --json".split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    until(lambda: exact.inner_text() == f"{found['peak_allocated_bytes'] / MIB:,.1f}", seconds=30)
+    assert output.locator("svg").count() == 1
+    last = panel.locator(".jp-CodeCell").last
+    last.locator(".jp-Editor").click()
+    page.keyboard.press("Control+Enter")
+    last.get_by_text(re.compile(r"simulated \[8, 8, 20\]|simulated \[8, 20\]")).wait_for(timeout=10_000)
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_other_notebooks_open_whole(page, server, name):
+    panel = open_notebook(page, server, name)
+    cells = nbformat.read(paths.ROOT / "notebooks" / name, as_version=4).cells
+    until(lambda: panel.locator(".jp-Notebook .jp-Cell").count() == len(cells), seconds=20)
+    assert panel.locator("h1").first.inner_text().strip("¶") == cells[0].source.splitlines()[0].removeprefix("# ")
 
 
 def test_a_cell_that_fails_is_seen(page, server, folder):

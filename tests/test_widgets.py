@@ -1,9 +1,9 @@
 """The walk, the calculator and the guesses: instant, calm, readable without a kernel, and the same on a page."""
 
 import asyncio
-import shutil
 import time
 
+import chromium
 import matplotlib
 import pytest
 
@@ -270,23 +270,16 @@ def test_fragments_need_no_network_and_no_other_file(fragments):
 
 
 @pytest.fixture(scope="module")
-def chromium():
-    browser_path = shutil.which("chromium")
-    if browser_path is None:
-        pytest.skip("no chromium here (apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+def browser():
+    with chromium.browser() as opened:
+        yield opened
 
 
-def opened(chromium, text: str, folder, **options):
+def opened(browser, text: str, folder, **options):
     """A page from a file, which must not complain and must not ask for anything."""
     file = folder / "page.html"
     file.write_text(f'<!doctype html><meta charset="utf-8"><body>{text}', encoding="utf-8")
-    shown, complaints = chromium.new_page(**options), []
+    shown, complaints = browser.new_page(**options), []
     shown.on("pageerror", lambda error: complaints.append(str(error)))
     shown.on("request", lambda request: complaints.append(request.url) if not request.url.startswith("file:") else None)
     shown.goto(file.as_uri())
@@ -302,8 +295,8 @@ def milliseconds(shown, slider: str) -> float:
         return (performance.now() - start) / 50; }""", slider)
 
 
-def test_the_walk_works_on_a_page(chromium, fragments, walk, tmp_path):
-    shown, complaints = opened(chromium, fragments["walk"], tmp_path)
+def test_the_walk_works_on_a_page(browser, fragments, walk, tmp_path):
+    shown, complaints = opened(browser, fragments["walk"], tmp_path)
 
     def total() -> str:
         return shown.inner_text("[data-is=total]")
@@ -327,8 +320,8 @@ def test_the_walk_works_on_a_page(chromium, fragments, walk, tmp_path):
     assert milliseconds(shown, "slider") < 50 and complaints == []
 
 
-def test_the_calculator_works_on_a_page(chromium, fragments, tmp_path):
-    shown, complaints = opened(chromium, fragments["calculator"], tmp_path)
+def test_the_calculator_works_on_a_page(browser, fragments, tmp_path):
+    shown, complaints = opened(browser, fragments["calculator"], tmp_path)
 
     def cells(row: str) -> list[str]:
         return shown.locator(f"[data-is=numbers] tr:has(td:text-is('{row}')) td").all_inner_texts()
@@ -350,9 +343,9 @@ def test_the_calculator_works_on_a_page(chromium, fragments, tmp_path):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["walk", "calculator"])
-def test_pages_can_be_read_on_a_phone(chromium, fragments, name, scheme, tmp_path):
+def test_pages_can_be_read_on_a_phone(browser, fragments, name, scheme, tmp_path):
     phone = {"width": 390, "height": 800}
-    shown, complaints = opened(chromium, fragments[name], tmp_path, viewport=phone, color_scheme=scheme)
+    shown, complaints = opened(browser, fragments[name], tmp_path, viewport=phone, color_scheme=scheme)
     assert shown.evaluate("document.documentElement.scrollWidth") <= 390 and complaints == []
     ink, paper = shown.evaluate(
         "(() => { const style = getComputedStyle(document.querySelector('.study-widget')); "

@@ -18,6 +18,7 @@ WORDS_A_MINUTE = 200
 MINUTES_A_SIGHT = 0.25  # a table, a figure
 _TEMPLATE = Path(__file__).with_name("notebook.html.j2")
 _LINK = re.compile(r'<a href="(?P<to>[^"]*)"[^>]*>(?P<words>.*?)</a>', re.DOTALL)
+_SENTENCE = re.compile(r"(?:(?<=[.:?!])|(?<=[.:?!]\*\*)) (?=[A-Z0-9`])")
 _NAMED = re.compile(r"\b(?P<word>[Nn]otebook )(?P<number>\d\d)\b")
 
 
@@ -29,11 +30,10 @@ class Picture:
     alt: str
     png: bytes = field(repr=False)
 
-    def html(self, *, link: bool = True, lazy: bool = True) -> str:
+    def html(self, *, link: bool = True) -> str:
         """The picture as an element; its full size is a tap away."""
         width, height = struct.unpack(">II", self.png[16:24])
-        image = (f'<img src="{self.file}" alt="{escape(self.alt)}" width="{width}" height="{height}"'
-                 f'{" loading=lazy" if lazy else ""}>')
+        image = f'<img src="{self.file}" alt="{escape(self.alt)}" width="{width}" height="{height}">'
         return f'<a class="figure" href="{self.file}">{image}</a>' if link else image
 
 
@@ -113,7 +113,7 @@ def _answer(notebook) -> str:
             under = heading.strip("# ").lower() if heading else under
             prose = rest.strip().partition("\n\n")[0].replace("\n", " ")
             if under == "finding" and prose:
-                return " ".join(re.split(r"(?<=[.:?!]) (?=[A-Z0-9])", prose)[:2])
+                return " ".join(_SENTENCE.split(prose)[:2])
     return ""
 
 

@@ -71,7 +71,7 @@ def pages(found: Sequence[Chapter]) -> dict[str, bytes]:
     texts = {"index.html": contents(found), "calculator.html": calculator_page(), "walk.html": walk_page(),
              "style.css": (_HERE / "site.css").read_text(encoding="utf-8")}
     for chapter, before, after in zip(found, [None, *found], [*found[1:], None], strict=False):
-        kicker = f'<p class="kicker">Notebook {chapter.number} · {chapter.minutes} minutes</p>'
+        kicker = f'<p class="kicker">Notebook {chapter.number} · {_minutes(chapter.minutes)}</p>'
         texts[chapter.page] = sheet(plain(chapter.question), kicker + chapter.body, around(before, after))
     files = {name: text.encode() for name, text in texts.items()}
     return files | {picture.file: picture.png for chapter in found for picture in chapter.pictures}
@@ -89,7 +89,7 @@ def contents(found: Sequence[Chapter]) -> str:
         'allocation.</a><a href="calculator.html"><b>Turn the knobs</b>Model, batch, precision, card: what fits, and '
         "what fails first.</a></div>"
         f"<h2>{len(found)} questions</h2><p>Each page asks one, commits to a guess, measures, and says how far off the "
-        f"guess was. All of them: {minutes} minutes.</p><ol class=\"chapters\">{cards}</ol>"),
+        f"guess was. All of them: {_minutes(minutes)}.</p><ol class=\"chapters\">{cards}</ol>"),
         "<p>Made from the executed notebooks of the study by <code>make html</code>. Nothing here asks the network for "
         "anything.</p>")
 
@@ -97,7 +97,7 @@ def contents(found: Sequence[Chapter]) -> str:
 def _card(chapter: Chapter) -> str:
     picture = chapter.pictures[0].html(link=False) if chapter.pictures else ""
     return (f'<li class="chapter"><h3><a href="{chapter.page}">{chapter.question}</a></h3><p>{chapter.answer}</p>'
-            f'<p class="about">{chapter.number} · {chapter.minutes} minutes</p>{picture}</li>')
+            f'<p class="about">{chapter.number} · {_minutes(chapter.minutes)}</p>{picture}</li>')
 
 
 def calculator_page() -> str:
@@ -138,6 +138,10 @@ def around(before: Chapter | None, after: Chapter | None) -> str:
              else f'<a class="{rel}" href="index.html"><span>Contents</span>All questions</a>'
              for chapter, rel, words in links]
     return f'<div class="around">{"".join(parts)}</div>'
+
+
+def _minutes(count: int) -> str:
+    return f"{count} minute{'' if count == 1 else 's'}"
 
 
 def plain(html: str) -> str:
