@@ -6,7 +6,6 @@ import pandas as pd
 
 from gpt2.memory.trace import Category
 from gpt2.study import savings_tables
-from gpt2.study.palette import number
 from gpt2.study.savings_ladder import SINGLES, Saving
 from gpt2.study.savings_predict import GPU, RELEASE
 from gpt2.study.tables import MIB, Shown
@@ -24,23 +23,19 @@ def small_steps() -> pd.DataFrame:
 
 
 def crossovers() -> Shown:
-    """Change of the peak against the baseline, MiB, a column per number of tokens; whose moment the peak is."""
+    """The baseline's peak over the tokens of a step, where it is, and how each saving changes it."""
     found = savings_tables.table("predicted", "07-crossovers")
-    wide = found.pivot(index="key", columns="tokens_count", values="peak_allocated_bytes").loc[found["key"].unique()]
-    change = (wide - wide.loc["base"]) / MIB
-    names = found.drop_duplicates("key").set_index("key")["saving"]
-    shown = pd.DataFrame({"saving": [names[key] for key in wide.index]})
-    for tokens in wide:
-        shown[f"{tokens:,} tokens (MiB)"] = [_signed(x) for x in change[tokens]]
-    shown.iloc[0, 1:] = [f"{size / MIB:,.0f}" for size in wide.loc["base"]]
+    wide = found.pivot(index="tokens_count", columns="key", values="peak_allocated_bytes")
     base = found[found["key"] == "base"].set_index("tokens_count")
-    shown.loc[len(shown)] = ["the baseline's peak is in", *base["peak_phase"]]
-    what = "Batches of sequences of 128 tokens: first row the peak, then its change"
-    return Shown(shown, f"{what}. Predicted: {GPU}, torch {RELEASE}.")
+    shown = pd.DataFrame({"tokens of a step": wide.index, "peak as published (MiB)": _whole(wide["base"])})
+    shown["is in"] = base["peak_phase"].to_numpy()
+    for key, name in found.drop_duplicates("key")[["key", "saving"]].iloc[1:].itertuples(index=False):
+        shown[f"change, {name} (MiB)"] = _whole(wide[key] - wide["base"])
+    return Shown(shown, f"Batches of sequences of 128 tokens. Predicted: {GPU}, torch {RELEASE}.")
 
 
-def _signed(mib: float) -> str:
-    return number(mib, 0, sign=True)
+def _whole(sizes: pd.Series) -> list[int]:
+    return [round(size / MIB) for size in sizes]
 
 
 def casts() -> Shown:
@@ -80,6 +75,7 @@ def loss_alone(vocabulary: int = 50_257) -> Shown:
     """Forward and backward of the loss from hidden states, plain and in chunks: time, peak in units of the logits."""
     found = savings_tables.table("measured", "07-loss")
     found = found[found["vocabulary_count"] == vocabulary]
+    found = found.assign(loss=found["loss"].replace("1 chunks", "1 chunk"))
     shown = pd.DataFrame({"loss": found["loss"].unique()})
     for precision in ("fp32", "bf16"):
         rows = found[found["precision"] == precision].set_index("loss").reindex(shown["loss"])
@@ -105,7 +101,7 @@ _DECISIONS = (
     ("optimizer state", "bf16 moments", "moments", "never, but the second moment stops decaying: a risk"),
     ("gradients", "step in backward", "in-backward", "the loss sets the peak; no clipping, no accumulation"),
     ("temporaries", "fused AdamW", "fused", "the optimizer step is not the peak"),
-    ("reserved, not allocated", "expandable segments", "expandable", "one segment per request is no problem"),
+    ("reserved, not allocated", "expandable segments", "expandable", "reserved memory is close to allocated"),
 )
 
 
@@ -120,11 +116,10 @@ def decisions() -> Shown:
         saved = peaks.loc["base", "peak_allocated_bytes"] - peaks.loc[key, "peak_allocated_bytes"]
         slower = _per_token(timed, saving) / _per_token(timed, base) - 1
         rows.append((bucket, what, saved / MIB, saving.largest - base.largest, slower, stops))
-    heads = ["dominates the peak", "what to do", "saves (MiB)", "largest batch (change)", "time per token (share)",
-             "saves nothing when"]
-    shown = pd.DataFrame(rows, columns=heads)
-    shown["time per token (share)"] = [f"{number(100 * x, 0, sign=True)} %" for x in shown["time per token (share)"]]
-    return Shown(shown, f"Each alone on the baseline, 8 x 1,024 tokens, fp32. {savings_tables.about()}")
+    heads = ["dominates the peak", "what to do", "saves (MiB)", "change of the largest batch",
+             "change of time per token (share)", "saves nothing when"]
+    what = "Each alone on the baseline, 8 x 1,024 tokens, fp32"
+    return Shown(pd.DataFrame(rows, columns=heads), f"{what}. {savings_tables.about()}")
 
 
 def _per_token(timed: pd.DataFrame, saving: Saving) -> float:

@@ -15,7 +15,7 @@ from gpt2.memory.answer import answer
 from gpt2.memory.trace import Category
 from gpt2.study import paths, results, runs
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
-from gpt2.study.savings_ladder import BACKENDS, LADDER, LENGTH_STEP, SINGLES, Saving, by_key
+from gpt2.study.savings_ladder import BACKENDS, BEYOND, LADDER, LENGTH_STEP, SINGLES, Saving, by_key
 from gpt2.study.savings_predict import GPU, RELEASE, at_peak
 from gpt2.study.tables import MIB, Shown
 
@@ -135,7 +135,7 @@ def times(savings: Sequence[Saving] = SINGLES) -> Shown:
     for phase in ("forward", "backward", "optimizer"):
         shown[f"{phase} (ms)"] = timed[f"{phase}_ms"].to_numpy()
     shown["tokens per second"] = 1000 * (timed["tokens_count"] / timed["step_ms"]).to_numpy()
-    shown["time against the baseline (ratio)"] = (timed["step_ms"] / timed["step_ms"].iloc[0]).to_numpy()
+    shown["time against the first row (ratio)"] = (timed["step_ms"] / timed["step_ms"].iloc[0]).to_numpy()
     return Shown(shown.round({"tokens per second": -2}), f"Medians of CUDA-event times, 8 x 1,024 tokens. {timed_on()}")
 
 
@@ -210,20 +210,28 @@ def beyond() -> Shown:
         "configuration": found["saving"],
         "batch": found["batch_count"],
         "predicted: fails in step": found["next_fails_step"],
-        "recorded: fails in step": timed.reindex(names)["failed_step"].to_numpy(),
-        "predicted: in": found["next_fails_phase"],
+        "recorded": [_how_far(row) for _, row in timed.reindex(names).iterrows()],
+        "predicted: in": found["next_fails_phase"].replace("recompute", "backward, computing a block again"),
     })
     return Shown(shown, f"Sequences of 1,024 tokens under 45,440 MiB. {about()}")
 
 
+def _how_far(row: pd.Series) -> str:
+    if str(row["fits"]) == "True":
+        return f"ran {int(row['timed_count']) + 2} steps, was not asked for more"
+    return "·" if pd.isna(row["failed_step"]) else f"fails in step {int(row['failed_step'])}"
+
+
 def rungs() -> pd.DataFrame:
-    """The ladder as `figures.ladder` wants it."""
-    timed = steps().reindex([s.at(s.largest) for s in LADDER])
-    return pd.DataFrame({
-        "configuration": _says(LADDER),
-        "largest_batch": [s.largest for s in LADDER],
-        "token_us": 1000 * (timed["step_ms"] / timed["tokens_count"]).to_numpy(),
-    })
+    """The ladder as `figures.ladder` wants it; the time is that at the largest batch, or at one just beyond it."""
+    timed = steps()
+    tokens = 1000 * timed["step_ms"] / timed["tokens_count"]
+    times = []
+    for saving in LADDER:
+        near = tokens.reindex([saving.at(n) for n in (saving.largest, *BEYOND.get(saving.key, ()))]).dropna()
+        times.append(near.iloc[0] if len(near) else float("nan"))
+    batches = [saving.largest for saving in LADDER]
+    return pd.DataFrame({"configuration": _says(LADDER), "largest_batch": batches, "token_us": times})
 
 
 def longest() -> Shown:

@@ -114,7 +114,7 @@ def line_by_line(batch: int, gpu: str = "H200", torch_release: str = RELEASE) ->
         shown[f"{name} (GB)"] = [*(lines[line] / GB for line in _LEDGER), sum(lines.values()) / GB]
     first = next(iter(columns)), runs.source(here.predicted)
     shown["predicted less estimate (GB)"] = shown[f"{first[1]} (GB)"] - shown[f"{first[0]} (GB)"]
-    return Shown(shown, tables.caption(f"Batch {batch} x 2,048 at the peak, GB of 10^9 bytes", here))
+    return Shown(shown, tables.caption(f"Batch {batch} x 2,048 at the peak, GB of 10⁹ bytes", here))
 
 
 def estimate_rows(batch: int, gpu: str = "H200", torch_release: str = RELEASE) -> pd.DataFrame:
@@ -131,7 +131,7 @@ def _beside(batch: int, gpu: str, torch_release: str) -> runs.Beside:
 
 
 def peak_gb(batch: int, gpu: str, torch_release: str = RELEASE) -> float:
-    """The peak on a card, in GB of 10^9 bytes; where it does not fit, as far as it got."""
+    """The peak on a card, in GB of 10⁹ bytes; where it does not fit, as far as it got."""
     return answer(_beside(batch, gpu, torch_release).predicted, owners=False)["peak_allocated_bytes"] / GB
 
 
