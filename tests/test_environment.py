@@ -45,6 +45,7 @@ def test_a_broken_venv_is_made_again(checkout, damage):
         for link in (checkout / ".venv/bin").glob("python*"):
             link.unlink()
     else:
+        (checkout / ".venv").mkdir(exist_ok=True)
         (checkout / ".venv/installing").touch()
     done = make(checkout, "venv")
     assert done.returncode == 0 and "making .venv" in done.stdout
@@ -65,3 +66,13 @@ def test_a_failed_installation_is_one_clear_line_and_not_finished(checkout):
 def test_a_wrong_python_is_one_clear_line(checkout, python):
     done = make(checkout, "venv", f"PYTHON={python}")
     assert done.returncode and done.stderr.startswith(f"error: {python} is not Python 3.11 or newer")
+
+
+def test_two_makes_at_once_make_one_venv(checkout):
+    shutil.rmtree(checkout / ".venv", ignore_errors=True)
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    start = {"cwd": checkout, "env": clean, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen(["make", "venv"], **start) for _ in range(2)]
+    said = [one.communicate(timeout=120) for one in both]
+    assert [one.returncode for one in both] == [0, 0], said
+    assert sum("making .venv" in out for out, _ in said) == 1

@@ -19,7 +19,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from gpt2.study import clean, notebooks, parameters, paths
 
-LIMITS = {"study": {"parameters": {"batch": {"min": 1, "max": 64}, "gpu": {"choices": ["A40", "H200"]}}}}
+LIMITS = {"study": {"parameters": {"batch": {"min": 1, "max": 64}, "gpu": {"choices": ["A40", "H200"]},
+                                   "lengths": {"min": 1, "max": 1024}}}}  # fmt: skip
 IMPORTS = """import os, signal, sys, time, warnings
 import pandas as pd
 from matplotlib.figure import Figure
@@ -46,7 +47,8 @@ changed = paths.write(paths.results() / "predicted" / "01.csv", b"the same each 
 
 
 def notebook(*cells: str, imports: str = IMPORTS) -> nbformat.NotebookNode:
-    parameter = new_code_cell('batch = 8  # sequences\ngpu = "A40"\nfast = False', metadata={"tags": ["parameters"]})
+    text = 'batch = 8  # sequences\ngpu = "A40"\nfast = False\nlengths = (64, 128)  # tokens'
+    parameter = new_code_cell(text, metadata={"tags": ["parameters"]})
     code = [new_code_cell(imports), parameter, *map(new_code_cell, cells)]
     return new_notebook(cells=[new_markdown_cell("# A question?"), *code], metadata=LIMITS)
 
@@ -221,6 +223,9 @@ def test_a_bad_parameter_is_one_line_and_nothing_runs(study):
         (("batch", "True"), "not of the type"),
         (("gpu", "A41"), "none of A40, H200"),
         (("fast", "7"), "not of the type"),
+        (("lengths", "(64, 2048)"), "lengths = 2048 is above the most, 1024"),
+        (("lengths", "(64, 'x')"), "lengths = 'x' is not a number"),
+        (("lengths", "64"), "not of the type"),
         (("btch", "2"), "no notebook here has the parameter btch"),
     ],
 )
@@ -230,6 +235,19 @@ def test_bad_parameters(study, monkeypatch, given, complaint):
         notebooks.plan(["01"], [given])
     good = notebooks.plan(["01"], [("batch", "2"), ("gpu", "H200"), ("fast", "true")])
     assert good[0].given == {"batch": 2, "gpu": "H200", "fast": True}
+
+
+@pytest.mark.parametrize("source", sorted((paths.ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_studys_own_notebooks_limit_what_they_are_given(source):
+    book = nbformat.read(source, as_version=4)
+    limits = book.metadata["study"]["parameters"]
+    for name, default in parameters.declared(book).items():
+        if isinstance(default, int | float) and not isinstance(default, bool):
+            assert "min" in limits[name], f"{name} has no least"
+            with pytest.raises(parameters.BadParameter, match="below the least"):
+                parameters.checked(name, str(type(default)(limits[name]["min"] - 1)), book)
+        if name == "gpu":
+            assert default in limits[name]["choices"]
 
 
 def test_a_changed_package_or_input_makes_all_run_again(study, monkeypatch):
@@ -270,10 +288,10 @@ def pair(tmp_path_factory):
     return plain, kept(folder)
 
 
-def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(pair, tmp_path):
-    study = shutil.copytree(pair[0], tmp_path / "study")
+def test_killed_at_20_moments_and_run_again_gives_the_same_bytes(pair, tmp_path):
     moments = random.Random(20)
-    for _ in range(5):
+    study = shutil.copytree(pair[0], tmp_path / "study")
+    for _ in range(20):
         runner = subprocess.Popen(command(), cwd=study, env=variables(study), stdout=subprocess.DEVNULL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             runner.wait(moments.uniform(0.3, 2))
@@ -282,6 +300,10 @@ def test_killed_at_any_moment_and_run_again_gives_the_same_bytes(pair, tmp_path)
         for name, data in kept(study).items():
             original = (pair[0] / name).read_bytes() if (pair[0] / name).is_file() else None
             assert data in (original, pair[1].get(name)) or name.endswith(".tmp")
+        if runner.returncode == 0:  # this one came to its end: the next kills meet a new study
+            assert differences(kept(study), pair[1]) == []
+            shutil.rmtree(study)
+            shutil.copytree(pair[0], study)
     assert run(study).returncode == 0
     assert differences(kept(study), pair[1]) == []
 
@@ -320,15 +342,28 @@ def test_the_lock_of_a_dead_process_holds_nobody_up(pair, tmp_path):
     assert done.returncode == 0 and "waiting" not in done.stdout
 
 
-def test_a_stopped_run_leaves_no_kernel_behind(pair, tmp_path):
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_run_leaves_no_kernel_behind(tmp_path, how):
     study = checkout(tmp_path / "study", n01_slow=notebook(SLEEP, imports="import os, time"))
     runner = subprocess.Popen(command(), cwd=study, env=variables(study), stderr=subprocess.PIPE, text=True)
     until(lambda: (study / "pid").is_file() and (study / "pid").read_text().endswith("\n"))
     kernel = int((study / "pid").read_text())
-    runner.send_signal(signal.SIGTERM)
+    runner.send_signal(how)
     said = runner.communicate(timeout=20)[1]
-    assert runner.returncode == 143 and "Traceback" not in said
+    assert runner.returncode == (143 if how == signal.SIGTERM else -how) and "Traceback" not in said
     until(lambda: not paths.is_alive(kernel))
+
+
+def test_a_kernel_killed_from_outside_is_named_and_the_next_run_is_whole(tmp_path):
+    napping = SLEEP.replace("60", 'not Path("../again").exists() and 60')
+    study = checkout(tmp_path / "study", n01_nap=notebook(napping, imports="import os, time\nfrom pathlib import Path"))
+    runner = subprocess.Popen(command(), cwd=study, env=variables(study), stdout=subprocess.PIPE, text=True)
+    until(lambda: (study / "pid").is_file() and (study / "pid").read_text().endswith("\n"))
+    os.kill(int((study / "pid").read_text()), signal.SIGKILL)
+    said = runner.communicate(timeout=30)[0]
+    assert runner.returncode == 1 and "01-nap" in said and "FAILED   cell [3]" in said and "the kernel died" in said
+    (study / "again").touch()
+    assert run(study).returncode == 0 and outputs(study, "01-nap") == []
 
 
 def until(condition, seconds: float = 20) -> None:

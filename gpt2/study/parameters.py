@@ -32,18 +32,28 @@ def checked(name: str, text: str, notebook: nbformat.NotebookNode):
     """The value that `text` gives the parameter `name` of this notebook.
 
     Raises:
-        BadParameter: not of the default's type, or outside the limits in the notebook's metadata.
+        BadParameter: not of the default's type, or outside the limits in the notebook's metadata, which hold for every
+            member of a tuple.
     """
     default = declared(notebook)[name]
     value = _typed(name, text, default)
     limits = notebook.metadata.get("study", {}).get("parameters", {}).get(name, {})
+    for part in value if isinstance(value, tuple | list) else (value,):
+        _check(name, part, limits)
+    return value
+
+
+def _check(name: str, value, limits: dict) -> None:
     if "choices" in limits and value not in limits["choices"]:
         raise BadParameter(f"{name} = {value!r} is none of {', '.join(map(str, limits['choices']))}")
-    if "min" in limits and value < limits["min"]:
+    if not {"min", "max"} & limits.keys():
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise BadParameter(f"{name} = {value!r} is not a number")
+    if value < limits.get("min", value):
         raise BadParameter(f"{name} = {value!r} is below the least, {limits['min']}")
-    if "max" in limits and value > limits["max"]:
+    if value > limits.get("max", value):
         raise BadParameter(f"{name} = {value!r} is above the most, {limits['max']}")
-    return value
 
 
 def _typed(name: str, text: str, default):

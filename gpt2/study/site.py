@@ -58,6 +58,7 @@ def build(notebooks: Path | None = None) -> tuple[Path, int, int]:
     Files of an earlier site that this one does not have are removed.
     """
     folder, files = place(), pages(chapters(notebooks))
+    paths.sweep(folder)
     for name, data in files.items():
         paths.write(folder / name, data)
     for old in [*folder.glob("*.html"), *folder.glob("pictures/*")]:
