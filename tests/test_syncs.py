@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from gpt2.memory.simulator import SimulatedGpu
+from gpt2.memory.values import ValueReadError
 from gpt2.step import Recipe, Training
 from gpt2.study import syncs
 from gpt2.study.timing_syncs import read
@@ -75,13 +76,19 @@ def test_no_recipe_of_ours_waits(accumulate, clip, optimizer, precision):
         assert syncs.count(lambda: training.step(2)).count == 0
 
 
-def test_a_shape_that_depends_on_data_waits(training):
-    """Also where the simulation cannot go on: the operator is noted first."""
-    watch, noted = syncs._Watch(syncs.Syncs()), []
-    watch.report.note = noted.append
-    with pytest.raises(Exception, match="nonzero"), watch:
-        training.tokens.nonzero()
-    assert noted == ["nonzero"]
+@pytest.mark.parametrize("operator, function", [
+    ("nonzero", lambda t: (t == 0).nonzero()), ("masked_select", lambda t: torch.masked_select(t, t == 0))])
+def test_a_shape_that_depends_on_data_waits(training, operator, function):
+    assert [what for what, _ in syncs.count(lambda: function(training.tokens)).waits] == [operator]
+
+
+def test_a_wait_is_noted_where_the_simulation_cannot_go_on(training):
+    watch, noted = syncs.Syncs(), []
+    watch.note = noted.append
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueReadError):
+        patch.setattr(syncs, "Syncs", lambda: watch)
+        syncs.count(lambda: 1 if training.step(2) > 100 else 0)
+    assert noted == ["bool"]
 
 
 def test_the_line_that_waits_is_named(training):

@@ -93,6 +93,14 @@ def test_gaps_and_busy_share(tmp_path):
     assert timeline.busy_ratio(table) == pytest.approx(0.5)
 
 
+def test_kernels_close_to_each_other_are_one_stretch(tmp_path):
+    w = Writer().launch(GEMM, 0, 10, late=0).launch(ADD, 1, 10, late=0).launch(GEMM, 60, 20, late=0)
+    joined = timeline.stretches(w.read(tmp_path), gap_ns=1000)
+    assert joined[["kind", "start_ns", "duration_ns"]].values.tolist() == [
+        ["several", 0, 20_000], ["matrix product", 60_000, 20_000]]
+    assert len(timeline.stretches(w.read(tmp_path), gap_ns=50_000)) == 1
+
+
 def test_kernels_are_counted_by_kind(tmp_path):
     counted = timeline.by_kind(anybodys_step().read(tmp_path))
     backward = counted[counted["phase"] == "backward"].iloc[0]

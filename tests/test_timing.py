@@ -28,7 +28,7 @@ def card(monkeypatch):
     with SimulatedGpu("H200") as simulated:
         monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
         monkeypatch.setattr(torch.cuda, "graph", capture)
-        calm = {name: habit for name, habit in timing_syncs.HABITS.items() if name not in ("condition", "nonzero")}
+        calm = {name: habit for name, habit in timing_syncs.HABITS.items() if name != "condition"}
         monkeypatch.setattr(timing_syncs, "HABITS", calm)
         yield simulated
 
@@ -38,7 +38,8 @@ def card(monkeypatch):
 def test_each_experiment_runs_in_miniature(card, monkeypatch, name):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     tables = timing.EXPERIMENTS[name](tiny=True)
-    assert tables and all(len(table) or "kernels" in key for key, table in tables.items())
+    from_the_profiler = ("05-kernels", "05-timeline")  # it has no kernels to see here
+    assert tables and all(len(table) or key.startswith(from_the_profiler) for key, table in tables.items())
     for key, table in tables.items():
         assert key[:3] in ("05-", "06-")
         assert not any(column.endswith(("_mb", "_gb")) for column in table.columns)

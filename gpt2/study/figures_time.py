@@ -58,7 +58,8 @@ def kernel_timeline(table: pd.DataFrame, *, title: str = "", subtitle: str = "")
     device = table[table["lane"] == "device"]
     busy = device["duration_ms"].sum() / (ends["device"] - device["start_ms"].min())
     title = title or (f"The host is done {number(ahead)} ms before the device, which is busy {busy:.0%} of the time"
-                      if ahead > 0 else f"The device is busy {busy:.0%} of the time: it waits for the host")
+                      if ahead > 0.05 * ends.max()
+                      else f"The device is busy {busy:.0%} of the time: it waits for the host")
     counts = ", ".join(f"{name} {len(rows):,}" for name, rows in device.groupby("phase", sort=False))
     sheet = Sheet(title, subtitle, width=9, height=2.5, says=f"Two lanes, host above device. Kernels: {counts}.")
     axes = sheet.axes(0.75, 0.46, 0.3, 0.1)
@@ -75,10 +76,11 @@ def kernel_timeline(table: pd.DataFrame, *, title: str = "", subtitle: str = "")
             text = text if sheet.text_inches(text, 8) + 0.05 < (end - start) * scale else phase
             if sheet.text_inches(text, 8) + 0.05 < (end - start) * scale:
                 note(axes, text, (start + end) / 2, y, 0, 8, ha="center")
-    if ahead > 0:
+    said = f"host ahead by {number(ahead)} ms"
+    if ahead * scale > sheet.text_inches(said, 8):
         reach = {"arrowstyle": "<->", "color": ALARM, "linewidth": 0.9, "shrinkA": 0, "shrinkB": 0}
         axes.annotate("", (ends["host"], 0.25), (ends["device"], 0.25), arrowprops=reach)
-        note(axes, f"host ahead by {number(ahead)} ms", ends.mean(), 0.25, 0, 8, ha="center", color=ALARM)
+        note(axes, said, ends.mean(), 0.25, 0, 8, ha="center", color=ALARM)
     axes.set_yticks([0.25, 1.25], ["host", "device"], size=8.5)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.spines["left"].set_visible(False)

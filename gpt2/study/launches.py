@@ -60,7 +60,8 @@ def adamw_kernels(sizes: Sequence[int], implementation: str) -> int:
     passes = PASSES[implementation]
     if implementation == "loop":
         return len(passes) * len(sizes)
-    return sum(multi_tensor(sizes, step.lists) for step in passes)
+    counters = multi_tensor([1] * len(sizes), 1) if implementation == "fused" else 0  # the others count on the host
+    return counters + sum(multi_tensor(sizes, step.lists) for step in passes)
 
 
 def adamw_bytes_per_parameter(implementation: str) -> int:

@@ -34,14 +34,14 @@ _WAITS = re.compile(r"Synchronize|EventQuery")
 _KINDS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in (
     ("copy", r"^memcpy"),
     ("fill", r"^memset|FillFunctor"),
-    ("attention", r"flash|fmha|sdpa|attention"),
+    ("attention", r"flash|fmha|sdpa|attention|compute_dot_do_o|convert_dq"),
     ("matrix product", r"gemm|gemv|cutlass|xmma|nvjet|cublas|splitK|dot_kernel"),
     ("multi-tensor", r"multi_tensor_apply|fused_?adam|lpnorm_cleanup"),
     ("softmax", r"softmax|masked_scale"),
     ("loss", r"nll_loss|cross_entropy"),
     ("layer norm", r"layer_?norm|GammaBeta|cuComputeGradInput|RowwiseMoments"),
-    ("embedding", r"embedding|indexSelect|gather|scatter|index_(put|elementwise|kernel|func)|sort|radix|DeviceScan"
-                  r"|unique|krn_partial|sum_and_scatter|compute_(grad|num)|write_num"),
+    ("embedding", r"embedding|indexSelect|gather|scatter|index_(put|elementwise|kernel|func)|sort|radix"
+                  r"|Device(Scan|Compact)|unique|krn_partial|sum_and_scatter|compute_(grad|num)|write_num"),
     ("reduction", r"reduce"),
     ("element-wise", r"elementwise|CatArray|triu_tril|copy_|distribution|arange"),
 )]
@@ -142,6 +142,20 @@ def gaps(table: pd.DataFrame, least_ns: int = 0) -> pd.DataFrame:
             rows.append((end, start - end, phase))
         end = max(end or 0, start + duration)
     return pd.DataFrame(rows, columns=["start_ns", "duration_ns", "before"])
+
+
+def stretches(table: pd.DataFrame, gap_ns: int) -> pd.DataFrame:
+    """The device's kernels with neighbours of one step and phase joined where less than `gap_ns` lies between them."""
+    rows: list[dict] = []
+    for row in table[table["lane"] == "device"].sort_values("start_ns").to_dict("records"):
+        last = rows[-1] if rows else None
+        if last and (last["step"], last["phase"]) == (row["step"], row["phase"]) \
+                and row["start_ns"] - last["start_ns"] - last["duration_ns"] < gap_ns:
+            last["duration_ns"] = row["start_ns"] + row["duration_ns"] - last["start_ns"]
+            last["kind"] = last["kind"] if last["kind"] == row["kind"] else "several"
+        else:
+            rows.append(row)
+    return pd.DataFrame(rows, columns=table.columns)
 
 
 def busy_ratio(table: pd.DataFrame) -> float:

@@ -11,7 +11,7 @@ from functools import partial
 import pandas as pd
 import torch
 
-from gpt2.study import stopwatch
+from gpt2.study import stopwatch, timeline
 from gpt2.study.timing_stream import BF16, Loop, compact, facts, profiled, small
 
 SIZES = {"token ids 32 x 1,024": ((32, 1024), torch.int64), "4 MiB": ((1024, 1024), torch.float32),
@@ -91,7 +91,8 @@ def loader(tiny: bool = False) -> dict[str, pd.DataFrame]:
                      **stopwatch.spread(_prefetched(loop, delay_ms, 2 if tiny else 24))})
     tables = {"05-loader": pd.DataFrame(rows)}
     for name, delay_ms in (("late", 20), ("prompt", 0)):
-        tables[f"05-timeline-loader-{name}"] = compact(profiled(loop, 3, before=partial(_wait, delay_ms)))
+        tables[f"05-timeline-loader-{name}"] = timeline.stretches(
+            compact(profiled(loop, 3, before=partial(_wait, delay_ms))), gap_ns=20_000)
     return tables
 
 

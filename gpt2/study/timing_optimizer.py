@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pandas as pd
 import torch
@@ -26,7 +26,7 @@ def adamw(tiny: bool = False) -> dict[str, pd.DataFrame]:
     rows, copied = [], [bandwidth(tiny).assign(when="before")]
     for model in ("tiny",) if tiny else ("124M", "1.3B"):
         for implementation in OPTIMIZERS:
-            parameters = _parameters(model)
+            parameters = parameters_of(model)
             optimizer = torch.optim.AdamW(parameters, lr=3e-4, foreach=implementation == "foreach",
                                           fused=implementation == "fused")
             rows.append({"model": model, "implementation": implementation, "tensor_count": len(parameters),
@@ -37,11 +37,16 @@ def adamw(tiny: bool = False) -> dict[str, pd.DataFrame]:
     return {"06-adamw": pd.DataFrame(rows), "06-bandwidth": pd.concat(copied)}
 
 
-def _parameters(model: str) -> list[torch.nn.Parameter]:
-    """Parameters of the model's shapes, each with a gradient."""
+@cache
+def shapes_of(model: str) -> tuple[torch.Size, ...]:
+    """The shapes of a model's parameters."""
     with torch.device("meta"):
-        shapes = [p.shape for p in GPT2(size(model), attention="sdpa").parameters()]
-    parameters = [torch.nn.Parameter(0.02 * torch.randn(shape, device="cuda")) for shape in shapes]
+        return tuple(p.shape for p in GPT2(size(model), attention="sdpa").parameters())
+
+
+def parameters_of(model: str) -> list[torch.nn.Parameter]:
+    """Parameters of the model's shapes, each with a gradient."""
+    parameters = [torch.nn.Parameter(0.02 * torch.randn(shape, device="cuda")) for shape in shapes_of(model)]
     for parameter in parameters:
         parameter.grad = 0.001 * torch.randn_like(parameter)
     return parameters
@@ -50,9 +55,9 @@ def _parameters(model: str) -> list[torch.nn.Parameter]:
 def _update(optimizer: torch.optim.Optimizer, tiny: bool) -> dict:
     """Peak of the first and of later updates above what is held before and after; kernels; times."""
     before = torch.cuda.memory_allocated()
-    first = _peak(optimizer.step) - before
+    first = peak(optimizer.step) - before
     held = torch.cuda.memory_allocated()
-    later = _peak(optimizer.step) - held
+    later = peak(optimizer.step) - held
     kernels = kernels_of(optimizer.step)
     repeats = 3 if tiny else 20
     return {"state_bytes": held - before, "first_step_extra_bytes": first, "temporary_bytes": later,
@@ -61,7 +66,8 @@ def _update(optimizer: torch.optim.Optimizer, tiny: bool) -> dict:
             **stopwatch.spread(stopwatch.on_host(optimizer.step, repeats), "host")}
 
 
-def _peak(function) -> int:
+def peak(function) -> int:
+    """Peak of allocated bytes during a call."""
     torch.cuda.reset_peak_memory_stats()
     function()
     return torch.cuda.max_memory_allocated()
@@ -81,14 +87,14 @@ def clip(tiny: bool = False) -> dict[str, pd.DataFrame]:
     """Clipping to a norm of 1: kernels, time, memory for a moment, and whether the host waits."""
     rows = []
     for model in ("tiny",) if tiny else ("124M", "1.3B"):
-        parameters = _parameters(model)
+        parameters = parameters_of(model)
         for way, options in CLIPPING.items():
             call = partial(torch.nn.utils.clip_grad_norm_, parameters, 1.0, **options)
             call()
             kernels, held = kernels_of(call), torch.cuda.memory_allocated()
             kinds = kernels["name"].map(timeline.short).value_counts()
             rows.append({"model": model, "way": way, "tensor_count": len(parameters), "kernel_count": len(kernels),
-                         "busy_ms": kernels["duration_ns"].sum() / 1e6, "temporary_bytes": _peak(call) - held,
+                         "busy_ms": kernels["duration_ns"].sum() / 1e6, "temporary_bytes": peak(call) - held,
                          "sync_count": _syncs(call), **stopwatch.spread(stopwatch.on_device(call, 3 if tiny else 20)),
                          "kernels": "; ".join(f"{count} {name}" for name, count in kinds.items())})
         del parameters, call
@@ -111,14 +117,14 @@ def zero_grad(tiny: bool = False) -> dict[str, pd.DataFrame]:
             chosen = small(replace(recipe, set_to_none=to_none), tiny)
             loop = Loop(chosen)
             loop.steps(3)
-            peak, floor = _peak(loop.step), torch.cuda.memory_allocated()
+            highest, floor = peak(loop.step), torch.cuda.memory_allocated()
             model, optimizer = loop.training.model, loop.training.optimizer
             for parameter in model.parameters():
                 parameter.grad = torch.randn_like(parameter)
             kernels = kernels_of(lambda o=optimizer, n=to_none: o.zero_grad(set_to_none=n))
             times = stopwatch.per_call(loop.step, 2 if tiny else 5, 2 if tiny else 3)
             rows.append({**facts(name, recipe), "set_to_none": to_none, "kernel_count": len(kernels),
-                         "busy_ms": kernels["duration_ns"].sum() / 1e6, "floor_bytes": floor, "peak_bytes": peak,
+                         "busy_ms": kernels["duration_ns"].sum() / 1e6, "floor_bytes": floor, "peak_bytes": highest,
                          "parameter_count": sum(p.numel() for p in model.parameters()), **stopwatch.spread(times)})
             del loop, model, optimizer, parameter
             torch.cuda.empty_cache()
@@ -132,11 +138,11 @@ def accumulation(tiny: bool = False) -> dict[str, pd.DataFrame]:
         chosen = small(recipe, tiny)
         loop = Loop(chosen)
         loop.steps(3)
-        peak = _peak(loop.step)
+        highest = peak(loop.step)
         calls = 2 if tiny else max(2, 8 // recipe.accumulate)
         times = stopwatch.spread(stopwatch.per_call(loop.step, calls, 2 if tiny else 3))
         tokens = recipe.tokens * recipe.accumulate
-        rows.append({**facts(plan, recipe), **times, "token_count": tokens, "peak_bytes": peak,
+        rows.append({**facts(plan, recipe), **times, "token_count": tokens, "peak_bytes": highest,
                      "tokens_per_second": round(1000 * tokens / times["time_ms"]) if times["time_ms"] else 0})
         del loop
         torch.cuda.empty_cache()
