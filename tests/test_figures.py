@@ -82,6 +82,21 @@ def savings() -> pd.DataFrame:
                          "category": [None, "activations", "activations", "loss", "activations"]})
 
 
+def small_steps() -> pd.DataFrame:
+    rows = [{"saving": saving, "tokens_count": tokens, "peak_bytes": peak * MIB, "category": category}
+            for saving, category, peaks in (
+                ("baseline", None, (2494, 2506, 13058)), ("bf16", "activations", (2498, 2505, 9996)),
+                ("chunks", "loss", (2493, 2503, 7561)), ("fused", "temporaries", (2339, 2425, 13058)))
+            for tokens, peak in zip((128, 512, 8192), peaks, strict=True)]
+    return pd.DataFrame(rows)
+
+
+def estimated() -> pd.DataFrame:
+    rows = [("weights", "parameters", 5.2e9, 5.3e9, 5.3e9), ("gradients", "gradients", 5.2e9, 0.0, None),
+            ("vocabulary-sized tensors", "loss", 6.6e9, 9.8e9, 9.8e9)]
+    return pd.DataFrame(rows, columns=["line", "category", "estimate_bytes", "found_bytes", "recorded_bytes"])
+
+
 def drawn(name: str, trace: Trace, failed: Trace):
     """Figure `name` from small data."""
     timeline = Ledger(trace).timeline([2])
@@ -106,7 +121,8 @@ def drawn(name: str, trace: Trace, failed: Trace):
         "step_by_owner": (trace, timeline), "allocator_trace": (trace, readings), "growth": (lengths,),
         "batch_sweep": (sweep(),), "segment_map": (failed, categorise(failed)), "fragmentation": (steps,),
         "waterfall": (savings(),), "frontier": (savings(),), "ladder": (savings(),), "optimizers": (updates,),
-        "kernel_timeline": (kernels(),), "copies": (copies,)}
+        "kernel_timeline": (kernels(),), "copies": (copies,), "crossovers": (small_steps(),),
+        "estimate": (estimated(),)}
     options = {"batch_sweep": {"capacity_bytes": 45_440 * MIB, "fixed_bytes": 1494 * MIB, "sequence_bytes": 1945 * MIB,
                                "gpu": "A40"}, "fragmentation": {"capacity_bytes": 1500 * MIB}}
     return getattr(figures, name)(*arguments[name], subtitle=caption, **options.get(name, {}))
