@@ -8,16 +8,19 @@ Y output, in bytes):
 * all three converted: X + W + Y + 16; a 1 x 1 convolution leaves W as it is;
 * channels: 16-bit kernels read a multiple of 8; the weight gradient in fp32 (TF32) reads a multiple of 4;
 * a strided input gradient takes 131 bytes more;
-* fp32, 32 to 64 channels in, images of 28 x 28 or more out: the forward kernel writes Y channels first itself, and a
-  1 x 1 kernel whose result is that large, forward or backward, converts nothing;
+* fp32, 32 to 64 channels in, 16 or more images of 28 x 28 or more out: the forward kernel writes Y channels first
+  itself; a 1 x 1 kernel whose result has images that large, forward or backward, converts nothing;
 * fp32, fewer than 4 channels in: 3 x 3 runs without tensor cores and without workspace; patches (stride as wide as the
   kernel) do so forward, and kernels of 7 x 7 for the input's gradient;
 * weight gradients in fp32 sum over the batch in pieces, as many as fill the card once with 128 x 128 or 64 x 64 tiles
   of W, and keep that many partial W; below 64 channels in, each buffer is aligned to 128 bytes.
 
+A 1-d convolution is a 2-d one of height 1 (Convolution.cpp, view4d); a transposed one is the input gradient of the
+convolution whose input it makes, and its own input gradient that one's forward: the same rules, without a recording.
+
 Not modelled: the number of pieces where cuDNN chooses another tile, and in 16 bit (up to 4 MB seen, 1 to 16 % of that
-workspace); grouped, transposed, 1-d and 3-d convolutions, channels-last tensors
-and fp32 without TF32, all taken as needing nothing.
+workspace); grouped and 3-d convolutions, weight gradients of channels-last tensors and fp32 without TF32, all taken as
+needing nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ from gpt2.memory.gpus import Gpu
 from gpt2.memory.scratch import Temporaries, reduction_scratch, rule
 
 aten = torch.ops.aten
-DIRECT_FROM = 28  # width of an image that fp32 kernels write channels first themselves
+DIRECT_FROM = 28 * 28  # points of an image that fp32 kernels write channels first themselves
+STRIDED_INPUT = 131  # bytes that a strided input gradient takes besides
 FORWARD, INPUT, WEIGHT = "forward", "input", "weight"  # the three passes
 
 
@@ -53,35 +57,38 @@ def _pieces(weight: torch.Tensor, gpu: Gpu) -> int:
 def _on_tensor_cores(which: str, source: torch.Tensor, weight: torch.Tensor, stride) -> bool:
     """Whether cuDNN converts to channels last at all."""
     if source.element_size() == 2:
-        return source.shape[1] > 3 or weight.shape[2] > 3 or which != FORWARD
+        return source.shape[1] > 3 or weight.shape[-1] > 3 or which != FORWARD
     if not torch.backends.cudnn.allow_tf32:
         return False
     if source.shape[1] >= 4:
         return True
-    kernel = weight.shape[2]
+    kernel = weight.shape[-1]
     if kernel <= 3:
         return False
-    patches = kernel == stride[0]
+    patches = kernel == stride[-1]
     return which == WEIGHT or patches == (which == INPUT)
 
 
 def workspace(which: str, source: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stride, gpu: Gpu) -> int:
-    """Bytes of cuDNN's workspace for one pass of a plain 2-d convolution."""
-    if _layout(source, weight) is torch.channels_last or not _on_tensor_cores(which, source, weight, stride):
+    """Bytes of cuDNN's workspace for one pass of a plain convolution: `out` is its output or the gradient of that."""
+    if _layout(source, weight) is torch.channels_last:
+        return STRIDED_INPUT if which == INPUT and stride[-1] > 1 else 0
+    if not _on_tensor_cores(which, source, weight, stride):
         return 0
-    half, kernel = source.element_size() == 2, weight.shape[2]
-    large = {FORWARD: out, INPUT: source}.get(which, weight).shape[2] >= DIRECT_FROM and not half
+    half, kernel, step = source.element_size() == 2, weight.shape[-1], stride[-1]
+    made = {FORWARD: out, INPUT: source}.get(which, weight)
+    large = math.prod(made.shape[2:]) >= DIRECT_FROM and not half
     if large and kernel == 1:
         return 0
-    multiple = 8 if half and not (which == INPUT and kernel == stride[0] > 1) else 4 if which == WEIGHT else 1
+    multiple = 8 if half and not (which == INPUT and kernel == step > 1) else 4 if which == WEIGHT else 1
     size = _padded(source, multiple) + 16
-    if kernel > 1 or weight.shape[3] > 1:
+    if kernel > 1:
         size += _padded(weight, multiple)
         if which == WEIGHT and not half:
             size += _pieces(weight, gpu) * _padded(weight, multiple) + (128 if source.shape[1] < 64 else 0)
-    if not (large and which == FORWARD and 32 <= source.shape[1] <= 64):
+    if not (large and which == FORWARD and 32 <= source.shape[1] <= 64 and source.shape[0] >= 16):
         size += out.numel() * out.element_size()
-    return size + (131 if which == INPUT and stride[0] > 1 and kernel != stride[0] else 0)
+    return size + (STRIDED_INPUT if which == INPUT and step > 1 and kernel != step else 0)
 
 
 def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -99,8 +106,13 @@ def _copied(temporaries: Temporaries, tensor: torch.Tensor, layout: torch.memory
     return 0 if tensor.is_contiguous(memory_format=layout) else temporaries.take(tensor.numel() * tensor.element_size())
 
 
-def _plain(source: torch.Tensor, transposed: bool, groups: int) -> bool:
-    return source.dim() == 4 and not transposed and groups == 1
+def _size(which: str, source, weight, out, stride, transposed: bool, groups: int, gpu: Gpu) -> int:
+    if groups != 1 or source.dim() > 4:
+        return 0
+    if transposed:
+        source, out = out, source
+        which = {FORWARD: INPUT, INPUT: FORWARD}.get(which, which)
+    return workspace(which, source, weight, out, stride, gpu)
 
 
 @rule(aten.convolution.default)
@@ -110,29 +122,41 @@ def forward(tracker, func, args, kwargs):
     layout = _layout(source, weight)
     with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
         _copied(temporaries, source, layout)
-        out = tracker.outputs(shapes.call(func, args, kwargs))
+        out = shapes.call(func, args, kwargs)
+        if layout is not torch.contiguous_format:  # the meta kernel does not know the card's layout
+            out = out.to(memory_format=layout)
+        tracker.outputs(out)
         _copied(temporaries, weight, layout)
-        if _plain(source, transposed, groups):
-            temporaries.take(workspace(FORWARD, source, weight, out, stride, tracker.card.gpu))
+        temporaries.take(_size(FORWARD, source, weight, out, stride, transposed, groups, tracker.card.gpu))
     return out
 
 
 @rule(aten.convolution_backward.default)
 def backward(tracker, func, args, kwargs):
-    """Gradients of input, weight and bias, each after the other with its workspace. Convolution.cpp, ConvShared.cpp."""
+    """Gradients of input, weight and bias, each after the other with its workspace.
+
+    Convolution.cpp, ConvShared.cpp: input and output's gradient are brought into cuDNN's layout once, the weight for
+    the input's gradient only.
+    """
     grad, source, weight = args[:3]
-    stride, plain = args[4], _plain(source, args[7], args[9])
+    stride, transposed, groups = args[4], args[7], args[9]
     out = shapes.call(func, args, kwargs)
-    layout = _layout(source, weight)
-    for which, gradient in zip((INPUT, WEIGHT), out, strict=False):
-        if gradient is not None:
-            with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
-                copy = _copied(temporaries, grad, layout)
-                tracker.outputs(gradient)
-                size = workspace(which, source, weight, grad, stride, tracker.card.gpu) if plain else 0
-                workspace_at = temporaries.take(size)
-                temporaries.give(copy)
-                temporaries.give(workspace_at)
+    layout, last = _layout(source, weight), out[1] if out[1] is not None else out[0]
+    with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
+        source_copy = _copied(temporaries, source, layout)
+        grad_copy = _copied(temporaries, grad, layout)
+        for which, gradient in zip((INPUT, WEIGHT), out, strict=False):
+            if gradient is None:
+                continue
+            tracker.outputs(gradient)
+            weight_copy = _copied(temporaries, weight, layout) if which == INPUT else 0
+            size = _size(which, source, weight, grad, stride, transposed, groups, tracker.card.gpu)
+            workspace_at = temporaries.take(size)
+            if gradient is last:
+                temporaries.give(grad_copy)
+                temporaries.give(source_copy)
+            temporaries.give(workspace_at)
+            temporaries.give(weight_copy)
     if out[2] is not None:
         tracker.outputs(out[2])
         dims = [0, *range(2, grad.dim())]

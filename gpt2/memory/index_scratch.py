@@ -83,6 +83,20 @@ def embedding_backward(tracker, func, args, kwargs):
         return out
 
 
+@rule(aten.roll.default)
+def roll(tracker, func, args, kwargs):
+    """One dimension after the other, each into a new tensor. TensorTransformations.h, roll_common."""
+    source, dims = args[0], (args[2] if len(args) > 2 else [])
+    out = shapes.call(func, args, kwargs)
+    with Temporaries(tracker.card, "roll: dimensions before the last") as temporaries:
+        before = 0
+        for _ in dims[:-1]:
+            rolled = temporaries.take(source.numel() * source.element_size())
+            temporaries.give(before)
+            before = rolled
+        return tracker.outputs(out)
+
+
 def _key_bits(target, chosen) -> int:
     """Bits of the largest row that indices can name. Indexing.cu: get_num_bits(largestIndex / sliceSize)."""
     indexed = math.prod(target.shape[d] for d, index in enumerate(chosen) if index is not None)

@@ -161,6 +161,33 @@ def softmax_backward(tracker, func, args, kwargs):
     return out
 
 
+@rule(aten._log_softmax_backward_data.default)
+def log_softmax_backward(tracker, func, args, kwargs):
+    """Gradient and output are made contiguous if they are not. SoftMax.cu, host_softmax_backward."""
+    out = tracker.outputs(shapes.call(func, args, kwargs))
+    with Temporaries(tracker.card, "log-softmax backward: contiguous input") as temporaries:
+        for tensor in args[:2]:
+            if not tensor.is_contiguous():
+                temporaries.take(tensor.numel() * tensor.element_size())
+    return out
+
+
+@rule(
+    aten.upsample_nearest2d_backward.default,
+    aten._upsample_nearest_exact2d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_bicubic2d_backward.default,
+)
+def upsample_backward(tracker, func, args, kwargs):
+    """A gradient that is not contiguous, such as part of a concatenation's, is copied. UpSampleNearest2d.cu, kin."""
+    out = tracker.outputs(shapes.call(func, args, kwargs))
+    grad = args[0]
+    if not grad.is_contiguous() and not grad.is_contiguous(memory_format=torch.channels_last):
+        with Temporaries(tracker.card, "upsampling backward: contiguous gradient") as temporaries:
+            temporaries.take(grad.numel() * grad.element_size())
+    return out
+
+
 @rule(aten._safe_softmax.default)
 def safe_softmax(tracker, func, args, kwargs):
     """Rows of minus infinity are looked for after the softmax and set to 0 in place. attention.cpp, _safe_softmax."""

@@ -88,11 +88,16 @@ def topk(tracker, func, args, kwargs):
 
 @rule(aten.cumsum.default)
 def cumsum(tracker, func, args, kwargs):
-    """One run is CUB's; several need nothing. ScanUtils.cuh, scan_dim."""
+    """An input of another type is cast first; one run is CUB's, several need nothing.
+
+    ReduceOps.cpp, impl_func_cum_ops; ScanUtils.cuh, scan_dim.
+    """
     out = tracker.outputs(shapes.call(func, args, kwargs))
     count, length = _slices(out, args[1])
-    if count == 1 and length > 1:
-        with Temporaries(tracker.card, "cumsum") as temporaries:
+    with Temporaries(tracker.card, "cumsum") as temporaries:
+        if args[0].dtype is not out.dtype:
+            temporaries.take(out.numel() * out.element_size())
+        if count == 1 and length > 1:
             temporaries.take(cub.scan(length, out.element_size()))
     return out
 
