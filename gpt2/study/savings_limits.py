@@ -94,7 +94,7 @@ _DECISIONS = (
     ("loss", "loss in chunks", "chunked", "fewer than 512 tokens a step; a small vocabulary"),
     ("loss", "del logits before backward", "drop-logits", "the loss is chunked: there are no logits to drop"),
     ("activations", "fused attention", "sdpa", "short sequences: the T x T part is small"),
-    ("activations", "checkpoint every block", "block", "the optimizer or the loss sets the peak"),
+    ("activations", "checkpoint every block", "block", "the optimizer sets the peak"),
     ("activations", "checkpoint the attentions only", "attention", "attention is fused: no T x T is left"),
     ("activations", "bf16 autocast", "bf16", "fewer than 1,024 tokens a step; little while attention is written out"),
     ("activations, loss", "smaller micro-batches, accumulated", "accumulate", "at 1 sequence a micro-batch"),
