@@ -10,8 +10,8 @@ import math
 import torch
 
 from gpt2.memory import recurrent
+from gpt2.memory.faces import hosting
 from gpt2.memory.norm_scratch import weight_gradients
-from gpt2.memory.patches import hosting
 
 aten = torch.ops.aten
 
