@@ -17,7 +17,8 @@ from gpt2.study import grid, guesses, page
 from gpt2.study.calculator_widget import CalculatorWidget
 from gpt2.study.widgets import GuessWidget, WalkWidget
 
-WIDGETS = ("walk", "calculator", "guesses", "score")
+WIDGETS = ("walk", "calculator", "guesses")
+SCORES = ("score", "scored")  # tables of the reader's guesses: the page has the reader's own, kept by the browser
 
 
 def wake(notebook) -> None:
@@ -28,7 +29,10 @@ def wake(notebook) -> None:
             statements = ast.parse(cell.source).body
         except SyntaxError:
             continue  # a line of IPython, which no widget needs
-        if statements and _shows_a_widget(statements[-1]):
+        shown = _called(statements[-1]) if statements else ""
+        if shown in SCORES:
+            cell.metadata.alive = page.guesses_html(guesses.QUESTIONS, guesses.TRUTH)
+        elif shown in WIDGETS:
             try:
                 cell.metadata.alive = fragment(evaluate(statements[-1].value, [*before, *statements[:-1]]))
             except Exception as error:  # the page still has its picture
@@ -56,9 +60,10 @@ def fragment(widget) -> str:
     raise TypeError(f"no page for a {type(widget).__name__}")
 
 
-def _shows_a_widget(statement: ast.stmt) -> bool:
-    call = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
-    return isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in WIDGETS
+def _called(statement: ast.stmt) -> str:
+    """`walk` of a statement `widgets.walk(...)`; nothing of any other."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    return call.func.attr if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) else ""
 
 
 def _binds(statement: ast.stmt) -> set[str]:
@@ -85,5 +90,4 @@ _FRAGMENTS: dict[type, Callable[..., str]] = {
     WalkWidget: lambda widget: page.walk_fragment(widget.data),
     CalculatorWidget: _calculator,
     GuessWidget: lambda widget: page.guesses_html(guesses.QUESTIONS, {}),
-    pd.DataFrame: lambda table: page.guesses_html(guesses.QUESTIONS, guesses.TRUTH),
 }

@@ -80,8 +80,9 @@ def calculator_html(table: pd.DataFrame | None = None, setting: Setting | None =
 def guesses_html(questions: Mapping[str, tuple], truth: Mapping[str, object]) -> str:
     """The four guesses as a form, which the browser keeps; with `truth`, what it is and how far off each guess was."""
     rows = []
-    for name, (question, unit, _) in questions.items():
-        answer = f'<output data-is="{name}-is"></output>' if truth else ""
+    for name, (question, unit, published) in questions.items():
+        authors = f" <small>the article's author guessed {published}</small>" if published else ""
+        answer = f'<output data-is="{name}-is"></output>{authors}' if truth else ""
         entry = (_choice(name, ["", *unit], "", question) if isinstance(unit, tuple) else
                  f'<label>{question} ({unit}) <input type="number" min="0" step="any" data-is="{name}"></label>')
         rows.append(f"<div>{entry} {answer}</div>")
