@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -76,3 +77,10 @@ def test_two_makes_at_once_make_one_venv(checkout):
     said = [one.communicate(timeout=120) for one in both]
     assert [one.returncode for one in both] == [0, 0], said
     assert sum("making .venv" in out for out, _ in said) == 1
+
+
+def test_a_python_without_our_packages_is_one_clear_line():
+    bare = [sys.executable, "-S", "-m", "gpt2", "predict", "--gpu", "A40"]
+    done = subprocess.run(bare, cwd=paths.ROOT, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: this Python has no torch; after `make venv` it is .venv/bin/python\n"
