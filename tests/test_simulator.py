@@ -133,7 +133,7 @@ def test_values_read_print_as_nan_once_warned_and_refuse_comparison():
             assert f"{loss.item():.3f}" == "nan" and str(loss.item() * 2) == "nan"
             assert loss.cpu().isnan().all() and loss.tolist() != loss.tolist()
             with pytest.raises(ValueReadError, match=r"test_simulator\.py:\d+: a comparison or a branch"):
-                loss.item() < 3
+                assert loss.item() < 3
         with pytest.raises(ValueReadError, match=r"test_simulator\.py:\d+: the truth of a tensor"):
             bool(loss > 0)
 

@@ -1,7 +1,7 @@
 """torch.autocast("cuda") on tensors that C++ does not take for CUDA tensors.
 
 The simulated card keeps the AutocastCUDA dispatch key included; `torch.autocast` lifts and drops its exclusion as ever,
-and these kernels do the casting. Lists and policies: aten/src/ATen/autocast_mode.h (compared with the header by a test).
+and these kernels do the casting. Lists and policies: ATen/autocast_mode.h (a test compares them with the header).
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class _Casts:
 
 
 def _mapped(values, change):
-    """`values` with `change` done to every tensor; last argument first, the order in which GCC evaluates a call's arguments
-    (a recording shows bias, weight, input), elements of a list in order."""
+    """`values` with `change` done to every tensor; last argument first, as GCC evaluates a call's arguments (a recording
+    shows bias, weight, input), elements of a list in order."""
     changed = [
         change(v)
         if isinstance(v, torch.Tensor)

@@ -60,7 +60,7 @@ def _frees_in_order(events: list[Event]) -> list[Event]:
     """The same events, each run of frees sorted by size."""
     ordered: list[Event] = []
     for is_alloc, run in groupby(events, key=lambda e: e.action == "alloc"):
-        ordered += run if is_alloc else sorted(run, key=lambda e: e.requested_bytes)
+        ordered += sorted(run, key=lambda e: 0 if is_alloc else e.requested_bytes)  # noqa: B023 (used at once)
     return ordered
 
 

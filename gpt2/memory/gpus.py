@@ -59,7 +59,8 @@ _GPUS = (
         84,
         1536,
         (8, 6),
-        "memory: 46,068 MiB by nvidia-smi, 44.56 GiB total in PyTorch's messages; 45,440 MiB free at start: published with the A40 study; SMs: GA102 whitepaper",
+        "memory: 46,068 MiB by nvidia-smi, 44.56 GiB total in PyTorch's messages; "
+        "45,440 MiB free at start: published with the A40 study; SMs: GA102 whitepaper",
     ),
     Gpu(
         "A100",
@@ -69,7 +70,8 @@ _GPUS = (
         108,
         2048,
         (8, 0),
-        "memory: 81,920 MiB by nvidia-smi, 79.35 GiB total by cudaMemGetInfo; SMs: A100 whitepaper; context: as recorded on an H200",
+        "memory: 81,920 MiB by nvidia-smi, 79.35 GiB total by cudaMemGetInfo; SMs: A100 whitepaper; "
+        "context: as recorded on an H200",
     ),
     Gpu(
         "H100",
@@ -79,7 +81,8 @@ _GPUS = (
         132,
         2048,
         (9, 0),
-        "memory: 81,559 MiB by nvidia-smi, 79.2 GiB total by cudaMemGetInfo; SMs: H100 whitepaper; context: as recorded on an H200",
+        "memory: 81,559 MiB by nvidia-smi, 79.2 GiB total by cudaMemGetInfo; SMs: H100 whitepaper; "
+        "context: as recorded on an H200",
     ),
     Gpu(
         "H200",
@@ -99,7 +102,8 @@ _GPUS = (
         128,
         1536,
         (8, 9),
-        "memory: 24,564 MiB by nvidia-smi, 23.64 GiB total by cudaMemGetInfo; SMs: Ada whitepaper; context: as recorded on an H200",
+        "memory: 24,564 MiB by nvidia-smi, 23.64 GiB total by cudaMemGetInfo; SMs: Ada whitepaper; "
+        "context: as recorded on an H200",
     ),
 )
 

@@ -4,7 +4,7 @@
         ...the same code as under SimulatedGpu...
     trace = card.trace()
 
-Who asked comes from torch.profiler (host side only: it takes no device memory), phases from `watch`, owners from claims.
+Who asked comes from torch.profiler (the host's side: no device memory), phases from `watch`, owners from claims.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _event_counts(events: list[Event]):
 
 
 def _with_operators(events: list[Event], profiler, meta: dict) -> list[Event]:
-    """Operator, module and shape from the profiler, whose memory readings are the same allocations in the same order."""
+    """Operator, module and shape from the profiler: its memory readings are the same allocations in the same order."""
     readings = list(_readings(profiler.profiler.kineto_results.events()))
     labelled, matched, waiting = list(events), 0, iter(readings)
     for i, event in enumerate(events):

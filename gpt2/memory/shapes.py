@@ -1,8 +1,8 @@
 """What an operator returns, remembered: shape, strides and type of its outputs for inputs of the same kind.
 
-PyTorch's meta kernels are Python and cost 0.2 to 1 ms each; a training step asks the same few hundred questions over and
-over. An operator whose outputs are all new is answered from its first answer; one that only writes to its arguments does
-nothing the second time. Views, and everything that depends on more than shapes, go to PyTorch each time.
+PyTorch's meta kernels are Python and cost 0.2 to 1 ms each; a training step asks the same few hundred questions over
+and over. An operator whose outputs are all new is answered from its first answer; one that only writes to its arguments
+does nothing the second time. Views, and everything that depends on more than shapes, go to PyTorch each time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _real_device = torch._C.TensorBase.device.__get__
 
 
 def _describe(out, args):
-    """The recipe of an answer: one tensor's, or (container, parts) of several; None if it must be asked for each time."""
+    """The recipe of an answer: one tensor's, or (container, parts); None if it must be asked for each time."""
     if isinstance(out, torch.Tensor):
         return _one(out, args)
     parts = [o if o is None else _one(o, args) if isinstance(o, torch.Tensor) else _MISSING for o in out]
@@ -107,5 +107,5 @@ def _written(out, args):
 
 def _make(answer):
     if type(answer[0]) is type:
-        return answer[0](torch.empty_strided(*p[:2], dtype=p[2], device=META) if type(p) is tuple else p for p in answer[1])
+        return answer[0](_make(part) if type(part) is tuple else part for part in answer[1])
     return torch.empty_strided(answer[0], answer[1], dtype=answer[2], device=META)

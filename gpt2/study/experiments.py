@@ -16,8 +16,8 @@ from gpt2.memory import gpus
 from gpt2.memory.trace import Trace
 from gpt2.step import Recipe, Training, unwatched
 from gpt2.study import hooks, savings_ladder, subjects, variants
-from gpt2.study.strangers import STRANGERS
 from gpt2.study.backends import attention_backend
+from gpt2.study.strangers import STRANGERS
 
 MiB = 2**20
 A40_FREE_MIB = 45_440  # what the published A40 had free
