@@ -12,6 +12,7 @@ from gpt2.step import Recipe, Training
 from gpt2.study import syncs
 from gpt2.study.timing_syncs import read
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*value of a simulated tensor")
 RECIPE = Recipe(model="tiny", batch=2, length=16, clip=1.0)
 
 
@@ -50,6 +51,8 @@ def _habits(training) -> dict:
         "every layer": (per_layer, RECIPE.size.layers),
         "blocking copy": (copy, 1),
         "non-blocking copy": (lambda: copy(non_blocking=True), 0),
+        "copy_ in place": (lambda: training.tokens.copy_(host), 1),
+        "copy_ in place, non-blocking": (lambda: training.tokens.copy_(host, non_blocking=True), 0),
         "synchronize": (lambda: (training.step(2), torch.cuda.synchronize()), 1),
         "event": (lambda: (training.step(2), torch.cuda.Event().synchronize()), 1),
         "host tensors": (lambda: (host.sum().item(), host.tolist(), training.step(2)), 0),
@@ -58,7 +61,8 @@ def _habits(training) -> dict:
 
 @pytest.mark.parametrize("habit", [
     "plain", "item", "cpu", "to cpu", "tolist", "print", "f-string", "logging", "logging, lazy", "every layer",
-    "blocking copy", "non-blocking copy", "synchronize", "event", "host tensors"])
+    "blocking copy", "non-blocking copy", "copy_ in place", "copy_ in place, non-blocking", "synchronize",
+    "event", "host tensors"])
 def test_each_habit_waits_as_often_as_it_says(training, habit):
     function, expected = _habits(training)[habit]
     assert syncs.count(function).count == expected

@@ -165,7 +165,7 @@ class _Casts:
 
 
 def _mapped(values, change):
-    """`values` with `change` done to every tensor; last argument first, as GCC evaluates a call's arguments (a recording
+    """`values` with `change` done to every tensor; last argument first, as GCC evaluates arguments (a recording
     shows bias, weight, input), elements of a list in order."""
     changed = [
         change(v)
