@@ -15,7 +15,7 @@ LOOP = str(paths.ROOT / "notebooks" / "scripts" / "your_loop.py")
 def wide() -> yours.subjects.Subject:
     """A net whose hidden layer takes 40 MiB a sample."""
     return yours.subject(lambda: nn.Sequential(nn.Linear(1, 10 * MIB), nn.ReLU()),
-                         lambda batch: (torch.randn(batch, 1),), lambda model, data: model(data[0]).mean())
+                         lambda batch: (torch.randn(batch, 1),), lambda model, data: model(data[0]).sum())
 
 
 def test_the_largest_batch_fits_and_the_next_does_not_both_tried():
