@@ -17,6 +17,7 @@ from gpt2.study import paths
 CONFIG = Config({"KernelManager": {"transport_encryption": "auto"}})
 OPTIONS = [
     "--KernelManager.transport_encryption=auto",
+    "--ServerApp.kernel_websocket_connection_class=gpt2.study.connection.Prompt",
     "--LabApp.news_url=None",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
 ]
