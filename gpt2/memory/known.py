@@ -44,6 +44,10 @@ def _written(func) -> tuple[int, ...]:
     return tuple(i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
 
 
+def _largest(tensor: torch.Tensor) -> int:
+    return LARGEST_FLOATS if tensor.dtype.is_floating_point else LARGEST
+
+
 class _Unknown(Exception):
     """An argument's contents are not known."""
 
@@ -63,8 +67,7 @@ class Known:
 
     def note(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         """From now on the contents of `tensor`'s storage are known."""
-        largest = LARGEST_FLOATS if tensor.dtype.is_floating_point else LARGEST
-        if tensor.dtype.is_complex or not 0 < tensor.numel() <= largest:
+        if tensor.dtype.is_complex or not 0 < tensor.numel() <= _largest(tensor):
             return
         storage = tensor.untyped_storage()
         content = torch.zeros(storage.nbytes() // tensor.element_size(), dtype=tensor.dtype)
@@ -81,6 +84,8 @@ class Known:
         results = [out] if isinstance(out, torch.Tensor) else [o for o in out or () if isinstance(o, torch.Tensor)]
         if written:
             self.on_host(func, args, kwargs)
+        elif any(r.numel() > _largest(r) for r in results):
+            return
         elif not results or func in _EMPTY or torch.Tag.nondeterministic_seeded in func.tags:
             return
         elif func in _CONSTANTS:
