@@ -23,10 +23,10 @@ def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
     assert done.stderr.startswith("error: there is no CUDA GPU here") and done.stderr.count("\n") == 1
 
 
-def test_by_default_everything_of_the_first_four_notebooks(tmp_path):
+def test_by_default_everything_that_the_notebooks_show(tmp_path):
     names = {experiment.name for experiment in measure.wanted("", "", tmp_path)}
     assert {"base", "plain", "readings", "drop-logits", "length-512", "sweep-21", "sweep-22-expandable"} <= names
-    assert {e.name for e in EXPERIMENTS.values() if {"sweep", "exact"} & set(e.tags)} == names
+    assert {e.name for e in EXPERIMENTS.values() if {"sweep", "exact", "savings"} & set(e.tags)} == names
 
 
 def test_what_is_finished_is_not_run_again(tmp_path):

@@ -1,7 +1,8 @@
-"""Record on a real GPU what notebooks 01 to 04 look at. Needs no Jupyter.
+"""Record on a real GPU what notebooks 01 to 08 look at. Needs no Jupyter.
 
 `python -m gpt2.study.measure` runs each experiment in a fresh process, several at a time with --jobs (limits keep them
-apart), and writes traces and tables under results/measured/<gpu>/. What is finished is kept: a second run resumes.
+apart), and writes traces and tables under results/measured/<gpu>/; then it takes the times of notebooks 05 to 07, with
+nothing else running. What is finished is kept: a second run resumes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gpt2.study.experiments import EXPERIMENTS, Experiment
 from gpt2.study.results import provenance
 from gpt2.study.runs import slug
 
-TAGS = ("sweep", "exact")  # what the notebooks show and the accuracy table needs
+TAGS = ("sweep", "exact", "savings")  # what the notebooks show and the accuracy table needs
 
 
 def child(name: str, folder: str, operators: bool) -> None:
@@ -97,7 +98,17 @@ def main(words: list[str] | None = None) -> int:
     print(
         f"{len(todo) - failed} of {len(todo)} runs recorded, {len(written)} tables in {paths.shorten(folder.parent)}"
     )
+    if not (options.tables or options.tags or options.names):
+        failed += not take_times(folder.parent)
     return 1 if failed else 0
+
+
+def take_times(folder: Path) -> bool:
+    """The timed experiments, their tables in `folder`; whether all went well."""
+    rows = str(paths.ROOT / "build" / "savings-timing")
+    programs = (["timing", str(folder)], ["savings_timing", rows, "--jobs", "1"], ["savings_recorded", rows])
+    done = [subprocess.run([sys.executable, "-m", f"gpt2.study.{p}", *rest], cwd=paths.ROOT) for p, *rest in programs]
+    return not any(process.returncode for process in done)
 
 
 def _folder(options) -> Path:
