@@ -12,6 +12,17 @@ import pytest
 from gpt2.cli import main
 from gpt2.memory.fit import Trial, search
 
+
+@pytest.fixture(autouse=True)
+def sizes_stay_as_they_were():
+    """A size given by its numbers is entered among the named ones."""
+    from gpt2.model import SIZES
+
+    before = dict(SIZES)
+    yield
+    SIZES.clear()
+    SIZES.update(before)
+
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 2**20
 A40 = ("--gpu", "A40", "--torch", "2.5.1")

@@ -22,7 +22,11 @@ from gpt2.memory.trace import Frame
 _next_sequence_number = torch._C._autograd._get_sequence_nr
 _current_node = torch._C._current_autograd_node
 _in_backward = torch._C._current_graph_task_id
-_HERE = str(Path(__file__).parent)
+_TORCH = Path(torch.__file__).parent
+# ... what PyTorch wraps around a dispatch mode, that a card's stacks do not show
+_NOT_OF_THE_PROGRAM = tuple(
+    map(str, (Path(__file__).parent, _TORCH / "_dynamo" / "eval_frame.py", _TORCH / "_compile.py"))
+)
 
 
 class Labels:
@@ -97,7 +101,7 @@ class Labels:
             return -1
         frame, key = sys._getframe(1), []
         while frame is not None:
-            if not frame.f_code.co_filename.startswith(_HERE):
+            if not frame.f_code.co_filename.startswith(_NOT_OF_THE_PROGRAM):
                 key.append((frame.f_code, frame.f_lineno))
             frame = frame.f_back
         key = tuple(key)

@@ -31,6 +31,7 @@ def write(trace: Trace, path: str | Path) -> None:
 def to_snapshot(trace: Trace) -> dict:
     """The dict that `torch.cuda.memory._snapshot` would give after this trace, for device 0."""
     frames = _Frames(trace)
+    trace = _owned(trace)
     entries: list[dict] = []
     for event in trace.events:
         if event.phase != BEFORE:  # the viewer works out for itself what was there
@@ -44,6 +45,16 @@ def to_snapshot(trace: Trace) -> dict:
                                    "garbage_collection_threshold": 0.0,
                                    "expandable_segments": "expandable_segments:True" in conf},
             "external_annotations": []}
+
+
+def _owned(trace: Trace) -> Trace:
+    """The trace with the ledger's owner written to every allocation: the viewer colours by it."""
+    from gpt2.memory.ledger import categorise  # pandas, only where a snapshot is written
+
+    events = list(trace.events)
+    for block, category in zip(trace.blocks(), categorise(trace), strict=True):
+        events[block.born] = block.event._replace(category=category.value)
+    return Trace(events, trace.marks, trace.stacks, trace.meta)
 
 
 class _Frames:
