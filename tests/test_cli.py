@@ -12,6 +12,12 @@ import pytest
 from gpt2.cli import main
 from gpt2.memory.fit import Trial, search
 
+ROOT = Path(__file__).resolve().parents[1]
+MIB = 2**20
+A40 = ("--gpu", "A40", "--torch", "2.5.1")
+TINY = ("--gpu", "A40", "--model", "tiny", "--batch", "2")
+TRACES = ROOT / "results" / "measured" / "h200" / "traces"
+
 
 @pytest.fixture(autouse=True)
 def sizes_stay_as_they_were():
@@ -22,12 +28,6 @@ def sizes_stay_as_they_were():
     yield
     SIZES.clear()
     SIZES.update(before)
-
-ROOT = Path(__file__).resolve().parents[1]
-MIB = 2**20
-A40 = ("--gpu", "A40", "--torch", "2.5.1")
-TINY = ("--gpu", "A40", "--model", "tiny", "--batch", "2")
-TRACES = ROOT / "results" / "measured" / "h200" / "traces"
 
 
 @pytest.fixture
