@@ -27,7 +27,7 @@ reproduce: venv  ## run all notebooks and save them with their tables and figure
 	@$(RUN) -m gpt2.study.notebooks run $(ARGS)
 
 test: lint  ## all tests and the linter (ARGS="-k allocator": some)
-	@$(RUN) -m pytest $(ARGS)
+	@$(RUN) -m pytest -n 2 --dist loadfile $(ARGS)
 
 measure: venv  ## record everything that needs a real GPU, on the one found here
 	@$(RUN) -m gpt2.study.measure $(ARGS)
