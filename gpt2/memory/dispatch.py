@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -149,7 +148,7 @@ class Tracker(TorchDispatchMode):
         old, new = args[:2]
         if kwargs or not isinstance(new, torch.Tensor) or torch.is_grad_enabled() or old.shape != new.shape:
             return False
-        if old.dtype != new.dtype or not _dense(old):
+        if old.dtype != new.dtype or not scratch.dense(old):
             return False
         return _holders(old) == self.alone_uses
 
@@ -217,17 +216,3 @@ def uses_of_a_lone_gradient() -> tuple[int, int]:
     with _Probe() as probe:
         (y * 2 + y * 3).backward(torch.empty(2, device=META))
     return probe.seen
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    """Non-overlapping and dense: the strides, sorted, tile the storage."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-Rule = Callable[[Tracker, object, tuple, dict], object]

@@ -74,10 +74,11 @@ def _gemm_reads(matrix) -> bool:
     down, right = matrix.stride()[-2:]
     if right == 1 and down >= max(1, columns) or down == 1 and right >= max(1, rows):
         return True
-    return matrix.is_contiguous() if matrix.dim() == 3 else _dense(matrix)
+    return matrix.is_contiguous() if matrix.dim() == 3 else dense(matrix)
 
 
-def _dense(tensor) -> bool:
+def dense(tensor: torch.Tensor) -> bool:
+    """Non-overlapping and dense: the strides, sorted, tile the storage."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -130,13 +130,11 @@ class TensorFaces(Faces):
             }
 
         self.set(torch._C, "_group_tensors_by_device_and_dtype", group)
-        real_step = torch.amp.GradScaler._maybe_opt_step
         self.set(
             torch.amp.GradScaler,
             "_maybe_opt_step",
             lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
         )
-        del real_step
 
 
 def _finite(real, answer: bool):
