@@ -53,7 +53,7 @@ def batch_sweep(table: pd.DataFrame, *, capacity_bytes: int, fixed_bytes: int, s
     for batch in sorted(set(fails["batch"])):
         axes.plot(batch, capacity_bytes, marker="x", markersize=8, markeredgewidth=1.8, color=ALARM, zorder=5)
     if len(fails):
-        note(axes, "out of memory", fails["batch"].min(), capacity_bytes, -4, 12, color=ALARM)
+        note(axes, "out of memory", fails["batch"].min(), capacity_bytes, 0, 12, ha="center", color=ALARM)
     axes.axvline(largest, 0, 1 / 1.1, color=_RESERVED, linewidth=0.7, linestyle=_DASHED, zorder=0.5)
     note(axes, f"{largest} fit", largest, 0, -5, 12, ha="right", color=INK, weight="bold")
     marker_key(axes, kinds, 0.03, 0.82)
