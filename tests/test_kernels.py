@@ -22,22 +22,9 @@ MADE = {name: make for name, make in probes.probes() if "error" not in RECORDED.
 # What depends on values is refused, with the program's line.
 REFUSED = ("bool index", "nonzero", "unique", "bincount", "allclose")
 WORKSPACE = "cuDNN's choice of kernel is not published: gpt2/memory/convolution.py says what is modelled"
-RECURRENT = "half of cuDNN's workspace for recurrent nets is not modelled: gpt2/memory/recurrent.py"
 DIFFERENT = {  # (probe, "forward" or "backward"): why
     ("print", "forward"): "printing computes on the values; a simulated tensor has none and prints its shape",
     ("svd", "forward"): "cuSOLVER's workspaces are not modelled",
-    ("LSTM 1", "forward"): RECURRENT,
-    ("LSTM 1", "backward"): RECURRENT,
-    ("LSTM 2", "forward"): RECURRENT,
-    ("LSTM 2", "backward"): RECURRENT,
-    ("GRU 1", "forward"): RECURRENT,
-    ("GRU 1", "backward"): RECURRENT,
-    ("GRU 2", "forward"): RECURRENT,
-    ("GRU 2", "backward"): RECURRENT,
-    ("RNN 1", "forward"): RECURRENT,
-    ("RNN 1", "backward"): RECURRENT,
-    ("RNN 2", "forward"): RECURRENT,
-    ("RNN 2", "backward"): RECURRENT,
     ("conv 16,3,224,64,7,2,3 torch.float32", "backward"): WORKSPACE,
     ("conv 16,3,224,64,7,2,3 torch.bfloat16", "backward"): WORKSPACE,
     ("conv 16,64,56,64,3,1,1 torch.float32", "backward"): WORKSPACE,
