@@ -133,6 +133,7 @@ _KINDS = {
     "savings": "ways of getting memory back, at their limits too",
     "other": "models that are not ours",
     "stranger": "ten models of a blind test, as predicted today",
+    "newcomer": "32 models of a second blind test, as predicted today",
 }
 
 

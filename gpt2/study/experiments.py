@@ -15,7 +15,7 @@ import torch
 from gpt2.memory import gpus
 from gpt2.memory.trace import Trace
 from gpt2.step import Recipe, Training, unwatched
-from gpt2.study import hooks, savings_ladder, subjects, variants
+from gpt2.study import hooks, newcomers, savings_ladder, subjects, variants
 from gpt2.study.backends import attention_backend
 from gpt2.study.strangers import STRANGERS
 
@@ -134,7 +134,7 @@ def _recipe(
     )
 
 
-ALL_SUBJECTS = {**subjects.SUBJECTS, **STRANGERS}
+ALL_SUBJECTS = {**subjects.SUBJECTS, **STRANGERS, **newcomers.NEWCOMERS}
 SWEEP = (4, 8, 12, 16, 18, 19, 20, 21, 22, 23)
 EXPANDABLE = "expandable_segments:True"
 VARIABLE = (512, 640, 768, 1024, 384, 896, 1000, 256, 700, 1024)
@@ -248,6 +248,8 @@ def _all() -> Iterable[Experiment]:
     for name in STRANGERS:
         for precision in ("fp32", "bf16"):
             yield Experiment(f"{name}-{precision}", subject=name, batch=8, precision=precision, tags=("stranger",))
+    for name, batch, precision in newcomers.runs():
+        yield Experiment(f"{name}-{precision}", subject=name, batch=batch, precision=precision, tags=("newcomer",))
     yield Experiment("resnet18-sgd", subject="resnet18", batch=32, optimizer="SGD", tags=("other",))
     yield Experiment("mlp-adam", subject="mlp", batch=512, optimizer="Adam", tags=("other",))
     yield from (Experiment(**fields) for fields in savings_ladder.experiments())
