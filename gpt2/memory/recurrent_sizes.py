@@ -138,12 +138,15 @@ def workspace(net: Net, algorithm: str, training: bool) -> int:
 
 
 def reserve(net: Net) -> int:
-    """Bytes kept from forward to backward: gates and cells of each layer, what layers hand on, dropout's bits."""
+    """Bytes kept from forward to backward: gates and cells of each layer, what layers hand on.
+
+    Dropout adds a bit for each element handed on, of packed sequences too for all T x B.
+    """
     layer = net.N * net.D * net.H * net.itemsize
     kept = {"lstm": (4, 1), "gru": (6,)}.get(net.kind, (1,))
     size = 256 + _sum(*(net.L * layer * part for part in kept), (net.L - 1) * layer)
     if net.P:
         size += _sum(net.L * layer, net.L * net.N * net.D * net.P * net.itemsize)
     if net.dropout:
-        size += (net.L - 1) * net.D * _sum(-(-net.N * net.D * net.H // 8))
+        size += (net.L - 1) * net.D * _sum(-(-net.T * net.B * net.D * net.out // 8))
     return size
