@@ -1,8 +1,8 @@
 """Record on a real GPU what notebooks 01 to 08 look at. Needs no Jupyter.
 
 `python -m gpt2.study.measure` runs each experiment in a fresh process, several at a time with --jobs (limits keep them
-apart), and writes traces and tables under results/measured/<gpu>/; then it takes the times of notebooks 05 to 07, with
-nothing else running. What is finished is kept: a second run resumes.
+apart), and writes traces and tables under results/measured/<gpu>/; then it asks single kernels what they take, and
+takes the times of notebooks 05 to 07, with nothing else running. What is finished is kept: a second run resumes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from gpt2.study.experiments import EXPERIMENTS, Experiment
 from gpt2.study.results import provenance
 from gpt2.study.runs import slug
 
+PROBES = {  # program: its file under results/measured/<gpu>/, the evidence behind gpt2/memory's rules
+    "probes": "kernel-probes.json",
+    "recurrent_probes": "recurrent-probes.json.gz",
+    "recurrent_sizes": "recurrent-sizes.csv.gz",
+}
 TAGS = ("sweep", "exact", "savings")  # what the notebooks show and the accuracy table needs
 
 
@@ -99,8 +104,16 @@ def main(words: list[str] | None = None) -> int:
         f"{len(todo) - failed} of {len(todo)} runs recorded, {len(written)} tables in {paths.shorten(folder.parent)}"
     )
     if not (options.tables or options.tags or options.names):
+        failed += not probe(folder.parent)
         failed += not take_times(folder.parent)
     return 1 if failed else 0
+
+
+def probe(folder: Path) -> bool:
+    """Single kernels, a file in `folder` each, where it is not there yet; whether all went well."""
+    todo = [(program, folder / name) for program, name in PROBES.items() if not (folder / name).exists()]
+    done = [subprocess.run([sys.executable, "-m", f"gpt2.study.{p}", str(file)], cwd=paths.ROOT) for p, file in todo]
+    return not any(process.returncode for process in done)
 
 
 def take_times(folder: Path) -> bool:
