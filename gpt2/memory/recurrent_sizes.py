@@ -1,9 +1,10 @@
 """Recurrent nets by cuDNN: which algorithm PyTorch asks for, and how many bytes of workspace and reserve that takes.
 
 cuDNN does not publish these sizes. The rules were found in the answers of cuDNN 9.19 on an H200, asked directly for
-random nets (gpt2/study/recurrent_sizes.py), and give every answer to the byte: fp32, fp64, fp16 and bf16; training and
-inference; one and two directions; packed sequences; projections; dropout. What a part is *for* is a reading of its
-size, cuDNN does not say. Other cards and other releases of cuDNN were not asked: they get the same rules.
+random nets (gpt2/study/recurrent_sizes.py), and give all of 45,000 answers to the byte: fp32, fp64, fp16 and bf16;
+training and inference; one and two directions; packed sequences; projections; dropout. What a part is *for* is a
+reading of its size, cuDNN does not say; the counts of parts (8, 6, 4 of one size) and STATIC_COLUMNS are found, not
+derived. Other cards and other releases of cuDNN were not asked: they get the same rules.
 
 In short: 8 MiB and a few states per layer and direction, one copy of all weight matrices, and the larger of what the
 forward and the backward keep per token. Each part is rounded up to 32 bytes.
