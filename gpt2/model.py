@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gpt2.savings import chunked_cross_entropy
+from gpt2.savings import chunked_cross_entropy, liger_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,7 @@ class GPT2(nn.Module):
     `checkpoint`: "none"; "block" (keep only each block's input, recompute the rest in backward); "every-k" (so for
     blocks 0, k, 2k, ...); "attention" or "mlp" (so for that sublayer of every block).
     `loss_chunks`: 0 computes the loss from all logits at once; n > 0 in n chunks, and returns no logits.
+    `liger`: the loss is liger-kernel's, and no logits are returned either.
     """
 
     def __init__(
@@ -159,9 +160,10 @@ class GPT2(nn.Module):
         dropout: float = 0.0,
         checkpoint: str = "none",
         loss_chunks: int = 0,
+        liger: bool = False,
     ):
         super().__init__()
-        self.size, self.loss_chunks, self.dropout = size, loss_chunks, dropout
+        self.size, self.loss_chunks, self.liger, self.dropout = size, loss_chunks, liger, dropout
         self.checkpoint_every = checkpoint_every(checkpoint)
         self.transformer = nn.ModuleDict(
             {
@@ -182,7 +184,7 @@ class GPT2(nn.Module):
             nn.init.zeros_(module.bias)
 
     def forward(self, tokens_BT, targets_BT=None):
-        """Logits (B, T, V), or None with a chunked loss, and the mean loss, or None without targets."""
+        """Logits (B, T, V), or None with a chunked or fused loss, and the mean loss, or None without targets."""
         B, T = tokens_BT.shape
         if T > self.size.context:
             raise ValueError(f"length {T} is above the model's context of {self.size.context}")
@@ -198,6 +200,8 @@ class GPT2(nn.Module):
             return None, chunked_cross_entropy(
                 x.view(B * T, -1), self.lm_head.weight, targets_BT.reshape(-1), self.loss_chunks
             )
+        if self.liger and targets_BT is not None:
+            return None, liger_cross_entropy(x.view(B * T, -1), self.lm_head.weight, targets_BT.reshape(-1))
         logits = self.lm_head(x)
         if targets_BT is None:
             return logits, None

@@ -1,16 +1,20 @@
 """Ways of getting memory back that PyTorch does not ship ready-made.
 
-A cross-entropy in chunks, an AdamW with 16-bit moments, and an optimizer that steps while backward still runs.
+A cross-entropy in chunks, and liger-kernel's where it is installed; an AdamW with 16-bit moments; an optimizer that
+steps while backward still runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
+
+LIGER_RELEASE = "0.8.5"  # of liger-kernel, the one that was run
 
 
 def chunked_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, chunks: int) -> Tensor:
@@ -69,6 +73,28 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         scale = grad_loss / ctx.rows
         return grad_hidden * scale.to(grad_hidden.dtype), grad_weight * scale.to(grad_weight.dtype), None, None
+
+
+def check_liger() -> None:
+    """ValueError, in one line, where liger-kernel or the Triton that it is written in is not installed."""
+    missing = [name for name in ("liger_kernel", "triton") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"loss 'liger' wants a GPU and `pip install liger-kernel=={LIGER_RELEASE}`: this Python has "
+                         f"no {' and no '.join(missing)}")
+
+
+def liger_cross_entropy(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
+    """The loss of `chunked_cross_entropy` by liger-kernel, which chooses the chunks itself.
+
+    Each has D / V of the rows, rounded up to a power of two, so that its logits are about as many as hidden values.
+    Raises ValueError on a simulated GPU: Triton kernels need values.
+    """
+    if hidden_ND.untyped_storage().device.type == "meta":
+        raise ValueError("loss 'liger' is made of Triton kernels, which a simulated GPU cannot run; its peak is near "
+                         "that of loss 'chunked' with about V / D chunks")
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()(weight_VD, hidden_ND, targets_N)
 
 
 class AdamWSmallMoments(torch.optim.AdamW):

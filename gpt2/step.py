@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from gpt2.model import CHECKPOINTS, GPT2, SIZES, Size, checkpoint_every, size
-from gpt2.savings import AdamWSmallMoments, StepInBackward
+from gpt2.savings import AdamWSmallMoments, StepInBackward, check_liger
 
 __all__ = ["ATTENTIONS", "CHECKPOINTS", "LOSSES", "MOMENTS", "OPTIMIZERS", "PHASES", "PRECISIONS", "Recipe", "Training",
            "Watch", "unwatched"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 ATTENTIONS = ("explicit", "sdpa")
-LOSSES = ("full", "chunked")
+LOSSES = ("full", "chunked", "liger")  # the last where liger-kernel is installed
 OPTIMIZERS = ("foreach", "fused", "loop")
 MOMENTS = ("fp32", "bf16")
 PHASES = ("warmup", "model", "optimizer init", "batch", "forward", "backward", "del logits", "clip", "optimizer",
@@ -61,6 +61,8 @@ class Recipe:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, not {value}")
         checkpoint_every(self.checkpoint)
+        if self.loss == "liger":
+            check_liger()
         if self.length > self.size.context:
             raise ValueError(f"length {self.length} is above the context of {self.model}, {self.size.context}")
         if self.clip < 0 or not 0 <= self.dropout < 1:
@@ -105,7 +107,7 @@ class Training:
             warm @ warm
             del warm
         model = GPT2(recipe.size, attention=recipe.attention, dropout=recipe.dropout, checkpoint=recipe.checkpoint,
-                     loss_chunks=recipe.loss_chunks if recipe.loss == "chunked" else 0)
+                     loss_chunks=recipe.loss_chunks if recipe.loss == "chunked" else 0, liger=recipe.loss == "liger")
         with watch("model", 0):
             self.model = model.to(device)
         with watch("optimizer init", 0):

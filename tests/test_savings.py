@@ -1,11 +1,16 @@
 """What the savings save, and that they cost no exactness."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch.nn import functional as F
 
+from gpt2 import savings
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.savings import AdamWSmallMoments, StepInBackward, chunked_cross_entropy
+from gpt2.step import Recipe, Training
 
 N, V, C = 1024, 5000, 64
 LOGITS = N * V * 4
@@ -94,6 +99,43 @@ def test_plain_loss_peaks_at_three_logits_or_four_if_they_are_held():
 
     assert peak_over_logits(plain_cross_entropy) == pytest.approx(3, abs=0.1)
     assert peak_over_logits(held) == pytest.approx(4, abs=0.1)
+
+
+# --- liger-kernel, where it is installed -----------------------------------------------------------------------------
+
+TINY = {"model": "tiny", "batch": 4, "length": 16}
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """A liger-kernel whose loss has its signature and no Triton."""
+
+    class Fused:
+        def __call__(self, weight, hidden, targets):
+            return plain_cross_entropy(hidden, weight, targets)
+
+    fake = ModuleType("liger_kernel.transformers")
+    fake.LigerFusedLinearCrossEntropyLoss = Fused
+    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", fake)
+    monkeypatch.setattr(savings, "find_spec", lambda name: True)
+
+
+def test_ligers_loss_where_it_is_missing_is_one_clear_line(monkeypatch):
+    monkeypatch.setattr(savings, "find_spec", lambda name: None if name == "triton" else True)
+    with pytest.raises(ValueError, match="^loss 'liger' wants a GPU and `pip install liger-kernel==.*has no triton$"):
+        Recipe(loss="liger")
+
+
+def test_a_step_with_ligers_loss_learns_what_the_plain_one_does(liger):
+    ours, plain = (Training(Recipe(**TINY, loss=loss), device="cpu") for loss in ("liger", "full"))
+    for number in range(1, 4):
+        torch.testing.assert_close(ours.step(number), plain.step(number))
+
+
+def test_ligers_loss_on_a_simulated_gpu_is_one_clear_line(liger):
+    with SimulatedGpu("H200"), pytest.raises(ValueError, match="^loss 'liger' is made of Triton kernels, which a sim"):
+        Training(Recipe(**TINY, loss="liger")).step(1)
 
 
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])

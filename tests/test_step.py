@@ -144,7 +144,7 @@ def test_inputs_and_targets_are_shifted_along_the_tokens_not_the_batch():
      "checkpoint 'every-0' is not one of: none, block, attention, mlp, every-2, every-3, ..."),
     ({"checkpoint": "blocks"},
      "checkpoint 'blocks' is not one of: none, block, attention, mlp, every-2, every-3, ..."),
-    ({"loss": "fused"}, "loss 'fused' is not one of: full, chunked"),
+    ({"loss": "fused"}, "loss 'fused' is not one of: full, chunked, liger"),
     ({"optimizer": "sgd"}, "optimizer 'sgd' is not one of: foreach, fused, loop"),
     ({"moments": "fp16"}, "moments 'fp16' is not one of: fp32, bf16"),
     ({"clip": -1.0}, "clip must be at least 0 and dropout between 0 and 1"),
