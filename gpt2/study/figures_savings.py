@@ -18,7 +18,7 @@ _ROW = 0.32
 def waterfall(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figure:
     """One saving after another: the first row of `saving`, `peak_bytes` is the baseline, the last what remains.
 
-    An optional `category` names the owner that a saving takes from, and colours its drop.
+    An optional `category` names the owner that a saving takes from: a drop's colour, and its word if it is above 1 %.
     """
     table = table.reset_index(drop=True)
     peaks, start, end = table["peak_bytes"], table["peak_bytes"].iloc[0], table["peak_bytes"].iloc[-1]
@@ -26,16 +26,18 @@ def waterfall(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Fi
     drops = "; ".join(f"{name} {mib(after - before, 0, sign=True)}" for name, before, after in zip(
         table["saving"][1:], peaks[:-1], peaks[1:], strict=True))
     sheet = Sheet(title, subtitle, width=9, height=0.62 + _ROW * (len(table) + 1), says=f"A waterfall: {drops}.")
-    axes = sheet.axes(0.25 + max(sheet.text_inches(name) for name in table["saving"]), 0.48, 0.75, 0.05)
+    owners = [owner if isinstance(owner, str) else "" for owner in table.get("category", [""] * len(table))]
+    changes = [start, *peaks.diff()[1:]]
+    words = [mib(change, 0, sign=i > 0) + (f", {owner}" if owner and change < -0.01 * start else "")
+             for i, (change, owner) in enumerate(zip(changes, owners, strict=True))]
+    right = 0.15 + max(map(sheet.text_inches, words))
+    axes = sheet.axes(0.25 + max(map(sheet.text_inches, table["saving"])), 0.48, right, 0.05)
     axes.set(ylim=(len(table) + 0.4, -0.6), xlim=(0, 1.02 * peaks.max()))
-    for i, row in table.iterrows():
-        before = peaks[i - 1] if i else 0
-        owner = row.get("category")
-        shade = INK if i == 0 else colour(owner) if isinstance(owner, str) and owner else FAINT
-        axes.barh(i, abs(row["peak_bytes"] - before), 0.66, min(before, row["peak_bytes"]), color=shade)
-        axes.plot([row["peak_bytes"]] * 2, [i - 0.33, i + 1.33], color=MUTED, linewidth=0.8)
-        text = mib(row["peak_bytes"] - before, 0, sign=i > 0)
-        note(axes, text, max(before, row["peak_bytes"]), i, 6)
+    for i, (peak, change, owner, text) in enumerate(zip(peaks, changes, owners, words, strict=True)):
+        low, high = min(peak, peak - change), max(peak, peak - change)
+        axes.barh(i, high - low, 0.66, low, color=INK if i == 0 else colour(owner) if owner else FAINT)
+        axes.plot([peak] * 2, [i - 0.33, i + 1.33], color=MUTED, linewidth=0.8)
+        note(axes, text, high, i, 6)
     axes.barh(len(table), end, 0.66, color=INK)
     note(axes, mib(end, 0), end, len(table), 6, weight="bold")
     axes.set_yticks(range(len(table) + 1), [*table["saving"], "what remains"], size=8.5)
@@ -46,20 +48,25 @@ def waterfall(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Fi
 
 @drawn
 def frontier(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figure:
-    """Memory against time: `configuration`, `peak_bytes`, `step_ms`. A line joins the points that none beats."""
+    """Memory against time: `configuration`, `peak_bytes`, `step_ms`. A line joins the points that none beats.
+
+    An optional `least_ms`, the shortest step, is the end of a thin line from the point.
+    """
     table = table.sort_values(["step_ms", "peak_bytes"]).reset_index(drop=True)
     beaten = table["peak_bytes"] >= table["peak_bytes"].astype(float).cummin().shift(fill_value=float("inf"))
     best = table[~beaten]
     least = best.iloc[-1]
-    name = least["configuration"][:1].upper() + least["configuration"][1:]
-    title = title or (f"{name} needs least, {least['peak_bytes'] / GIB:.1f} GiB; "
-                      f"{best.iloc[0]['configuration']} is fastest, {best.iloc[0]['step_ms']:,.0f} ms a step")
+    fastest = best.iloc[0]
+    title = title or (f"Fastest: {fastest['configuration']}, {fastest['step_ms']:,.0f} ms; "
+                      f"smallest: {least['configuration']}, {least['peak_bytes'] / GIB:.1f} GiB")
     sheet = Sheet(title, subtitle, width=9, height=4.8, says=f"{len(table)} configurations, peak memory over step "
                   f"time; none beats {', '.join(best['configuration'])}.")
     axes = sheet.axes(0.75, 0.46, 0.3, 0.12)
-    axes.set(xlim=(0, 1.12 * table["step_ms"].max()), ylim=(0, 1.12 * table["peak_bytes"].max()))
+    axes.set(xlim=(0, 1.25 * table["step_ms"].max()), ylim=(0, 1.12 * table["peak_bytes"].max()))
     axes.set_xlabel("time per step (ms)")
     axes.plot(best["step_ms"], best["peak_bytes"], color=MUTED, linewidth=1, drawstyle="steps-post", zorder=1)
+    if "least_ms" in table:
+        axes.hlines(table["peak_bytes"], table["least_ms"], table["step_ms"], color=FAINT, linewidth=1.2, zorder=2)
     axes.scatter(table["step_ms"], table["peak_bytes"], s=26, color=[FAINT if b else INK for b in beaten], zorder=3)
     place(sheet, axes, list(zip(table["step_ms"], table["peak_bytes"], strict=True)), list(table["configuration"]),
           avoid=_stairs(list(best["step_ms"]), list(best["peak_bytes"])))
@@ -73,7 +80,9 @@ def ladder(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figur
     table = table.reset_index(drop=True)
     first, last = table.iloc[0], table.loc[table["largest_batch"].idxmax()]
     timed = "token_us" in table
-    title = title or f"From a batch of {first['largest_batch']} to {last['largest_batch']:,} on the same card"
+    ratio = last["token_us"] / first["token_us"] if timed else float("nan")
+    title = title or f"From a batch of {first['largest_batch']} to {last['largest_batch']:,} on the same card" + (
+        f": a token takes {ratio:.2f} of the time" if pd.notna(ratio) else "")
     rungs = "; ".join(f"{row['configuration']} {row['largest_batch']:,}" for _, row in table.iterrows())
     sheet = Sheet(title, subtitle, width=9, height=0.85 + _ROW * len(table),
                   says=f"Largest batch per configuration: {rungs}.")

@@ -102,10 +102,12 @@ def place(sheet: Sheet, axes: Axes, points: Sequence[tuple[float, float]], texts
     spots = axes.transData.transform(np.asarray(points, float))
     frame = axes.get_window_extent(sheet.renderer)
     taken = [(x - 5 * pixel, y - 5 * pixel, x + 5 * pixel, y + 5 * pixel) for x, y in spots]
+    beside = [(x - 18 * pixel, y - 5 * pixel, x + 18 * pixel, y + 5 * pixel) for x, y in spots]  # reads as its label
     taken += [(x - pixel, y - pixel, x + pixel, y + pixel) for x, y in map(axes.transData.transform, avoid)]
-    for (x, y), text in zip(spots, texts, strict=True):
+    for i, ((x, y), text) in enumerate(zip(spots, texts, strict=True)):
+        others = taken + beside[:i] + beside[i + 1:]
         width, height, _ = sheet.renderer.get_text_width_height_descent(text, FontProperties(size=size), False)
-        best = min(_candidates(x, y, width, height, pixel), key=lambda c: _badness(c, taken, frame))
+        best = min(_candidates(x, y, width, height, pixel), key=lambda c: _badness(c, others, frame))
         box, distance = best
         taken.append(box)
         at = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)

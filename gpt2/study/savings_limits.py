@@ -72,32 +72,49 @@ def selective() -> Shown:
 
 
 def loss_alone(vocabulary: int = 50_257) -> Shown:
-    """Forward and backward of the loss from hidden states, plain and in chunks: time, peak in units of the logits."""
+    """Forward and backward of the loss from hidden states, plain, in chunks and liger-kernel's: time and peak."""
     found = savings_tables.table("measured", "07-loss")
+    facts = found.attrs
     found = found[found["vocabulary_count"] == vocabulary]
-    found = found.assign(loss=found["loss"].replace("1 chunks", "1 chunk"))
     shown = pd.DataFrame({"loss": found["loss"].unique()})
     for precision in ("fp32", "bf16"):
         rows = found[found["precision"] == precision].set_index("loss").reindex(shown["loss"])
         plain, logits = rows.loc["plain"], 4 * rows["rows_count"].iloc[0] * vocabulary
         shown[f"{precision} (ms)"] = rows["loss_ms"].to_numpy()
         shown[f"{precision}, time of the plain loss (ratio)"] = (rows["loss_ms"] / plain["loss_ms"]).to_numpy()
+        shown[f"{precision}, peak (MiB)"] = rows["peak_bytes"].to_numpy() / MIB
         shown[f"{precision}, peak (fp32 logits)"] = (rows["peak_bytes"] / logits).to_numpy()
+    shown["loss"] = shown["loss"].replace({"1 chunks": "1 chunk", "liger": f"liger-kernel {facts.get('liger_kernel')}"})
     sizes = found.iloc[0]
     what = f"{sizes['rows_count']:,} rows of width {sizes['width_count']:,}, vocabulary {vocabulary:,}"
-    return Shown(shown, f"The loss alone: {what}. {savings_tables.timed_on()}")
+    return Shown(shown, f"The loss alone: {what}. {savings_tables.timed_on('07-loss')}")
+
+
+def liger_step() -> Shown:
+    """A whole step with liger-kernel's loss beside the plain one and ours in 8 chunks."""
+    timed, rows = savings_tables.steps(), []
+    release = savings_tables.table("measured", "07-loss").attrs.get("liger_kernel")
+    for around, losses in (("as published", ("sweep-8", "chunked", "save-liger")),
+                           ("rung 4", ("save-ladder-4", "save-ladder-5", "save-ladder-5-liger"))):
+        for says, name in zip(("plain", "8 chunks", f"liger-kernel {release}"), losses, strict=True):
+            row, plain = timed.loc[name], timed.loc[losses[0]]
+            rows.append((around, says, row["step_ms"], row["least_ms"], row["most_ms"],
+                         row["step_ms"] / plain["step_ms"], row["peak_allocated_bytes"] / MIB))
+    heads = ["step", "loss", "step (ms)", "shortest step (ms)", "longest step (ms)", "time with the plain loss (ratio)",
+             "allocated (MiB)"]
+    return Shown(pd.DataFrame(rows, columns=heads), f"8 x 1,024 tokens. {savings_tables.timed_on()}")
 
 
 # --- what to do -------------------------------------------------------------------------------------------------------
 
 _DECISIONS = (
-    ("loss", "loss in chunks", "chunked", "fewer than 512 tokens a step; a small vocabulary"),
+    ("loss", "loss in chunks", "chunked", "up to 512 tokens a step; a small vocabulary"),
     ("loss", "del logits before backward", "drop-logits", "the loss is chunked: there are no logits to drop"),
     ("activations", "fused attention", "sdpa", "short sequences: the T x T part is small"),
-    ("activations", "checkpoint every block", "block", "the optimizer sets the peak"),
+    ("activations", "checkpoint every block", "block", "up to 512 tokens a step: the optimizer sets the peak"),
     ("activations", "checkpoint the attentions only", "attention", "attention is fused: no T x T is left"),
-    ("activations", "bf16 autocast", "bf16", "fewer than 1,024 tokens a step; little while attention is written out"),
-    ("activations, loss", "smaller micro-batches, accumulated", "accumulate", "at 1 sequence a micro-batch"),
+    ("activations", "bf16 autocast", "bf16", "up to 512 tokens a step; little while attention is written out"),
+    ("activations, loss", "smaller micro-batches, any number of them", "accumulate", "at 1 sequence a micro-batch"),
     ("optimizer state", "bf16 moments", "moments", "never, but the second moment stops decaying: a risk"),
     ("gradients", "step in backward", "in-backward", "the loss sets the peak; no clipping, no accumulation"),
     ("temporaries", "fused AdamW", "fused", "the optimizer step is not the peak"),

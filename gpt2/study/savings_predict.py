@@ -71,6 +71,20 @@ def failure(trace: Trace) -> dict:
     }
 
 
+def failing_step(trace: Trace) -> dict:
+    """What the card had in the step that failed, as its counters say afterwards, and what was asked of the driver."""
+    found = trace.meta["out_of_memory"]
+    if found is None:
+        return {}
+    inside = [i for i, event in enumerate(trace.events) if event.step == found["step"]]
+    counted = slice(max(inside[0] - 1, 0), inside[-1] + 1)  # a step begins with what the one before has left
+    return {
+        "next_segment_bytes": found["segment_bytes"],
+        "next_peak_allocated_bytes": max(trace.allocated_bytes()[counted]),
+        "next_peak_reserved_bytes": max(trace.reserved_bytes()[counted]),
+    }
+
+
 # --- one row of each table, in a process of its own ------------------------------------------------------------------
 
 
@@ -83,7 +97,7 @@ def saving_row(key: str) -> dict:
     saving = by_key(key)
     row = {"key": key, "saving": saving.says, "batch_count": saving.batch} | at_peak(_predict(EXPERIMENTS[saving.name]))
     fits, fails = (_predict(replace(EXPERIMENTS[saving.at(saving.largest + n)], steps=STEPS)) for n in (0, 1))
-    return row | at_largest(saving.largest, fits) | failure(fails)
+    return row | at_largest(saving.largest, fits) | failure(fails) | failing_step(fails)
 
 
 def at_largest(batch: int, trace: Trace) -> dict:
@@ -104,7 +118,7 @@ def beyond_row(key: str, batch: int) -> dict:
     saving = by_key(key)
     settings = {"limit_mib": LIMIT_MIB, "alloc_conf": saving.alloc_conf, "backend": saving.backend}
     trace = _predict(Experiment("", saving.recipe(batch), steps=STEPS, **settings))
-    return {"key": key, "saving": saving.says, "batch_count": batch} | failure(trace)
+    return {"key": key, "saving": saving.says, "batch_count": batch} | failure(trace) | failing_step(trace)
 
 
 def waterfall_row(key: str) -> dict:

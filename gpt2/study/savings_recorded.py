@@ -67,7 +67,8 @@ def timing(folder: Path) -> None:
     steps["error"] = steps["error"].str.partition(" GPU ")[0]  # the rest tells of this machine's other processes
     save("07-steps", steps, facts)
     if (folder / "loss.csv").is_file():
-        save("07-loss", pd.read_csv(folder / "loss.csv"), facts | {"config": {"repetitions": 10}})
+        liger = {"liger_kernel": about["liger_kernel"]} if about.get("liger_kernel") else {}
+        save("07-loss", pd.read_csv(folder / "loss.csv"), facts | liger | {"config": {"repetitions": 10}})
 
 
 def _provenance(trace: Trace, name: str) -> dict:

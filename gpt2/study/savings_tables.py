@@ -15,7 +15,7 @@ from gpt2.memory.answer import answer
 from gpt2.memory.trace import Category
 from gpt2.study import paths, results, runs
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
-from gpt2.study.savings_ladder import BACKENDS, BEYOND, LADDER, LENGTH_STEP, SINGLES, Saving, by_key
+from gpt2.study.savings_ladder import BACKENDS, LADDER, SINGLES, Saving, by_key
 from gpt2.study.savings_predict import GPU, RELEASE, at_peak
 from gpt2.study.tables import MIB, Shown
 
@@ -54,7 +54,8 @@ def about() -> str:
     )
 
 
-def _says(savings: Sequence[Saving]) -> list[str]:
+def says(savings: Sequence[Saving]) -> list[str]:
+    """What each is, for a column."""
     return [saving.says for saving in savings]
 
 
@@ -64,7 +65,7 @@ def _says(savings: Sequence[Saving]) -> list[str]:
 def peaks(savings: Sequence[Saving] = SINGLES) -> Shown:
     """Peak allocated and reserved with 8 sequences, predicted and recorded, and what is saved against the first row."""
     ours, theirs = of("07-savings", savings), of("07-savings", savings, "measured")
-    shown = pd.DataFrame({"saving": _says(savings)})
+    shown = pd.DataFrame({"saving": says(savings)})
     for what in ("allocated", "reserved"):
         column = f"peak_{what}_bytes"
         mine, real = ours[column].to_numpy(), theirs[column].to_numpy(dtype=float)
@@ -129,31 +130,38 @@ def steps() -> pd.DataFrame:
 
 
 def times(savings: Sequence[Saving] = SINGLES) -> Shown:
-    """Step time and tokens per second of 8 sequences, and both against the first row."""
+    """Step time of 8 sequences, its range over the timed steps, tokens per second, and time against the first row."""
     timed = steps().reindex([saving.name for saving in savings])
-    shown = pd.DataFrame({"saving": _says(savings), "step (ms)": timed["step_ms"].to_numpy()})
+    shown = pd.DataFrame({"saving": says(savings), "step (ms)": timed["step_ms"].to_numpy()})
+    for column, head in (("least_ms", "shortest step (ms)"), ("most_ms", "longest step (ms)")):
+        shown[head] = timed[column].to_numpy()
     for phase in ("forward", "backward", "optimizer"):
         shown[f"{phase} (ms)"] = timed[f"{phase}_ms"].to_numpy()
     shown["tokens per second"] = 1000 * (timed["tokens_count"] / timed["step_ms"]).to_numpy()
     shown["time against the first row (ratio)"] = (timed["step_ms"] / timed["step_ms"].iloc[0]).to_numpy()
-    return Shown(shown.round({"tokens per second": -2}), f"Medians of CUDA-event times, 8 x 1,024 tokens. {timed_on()}")
+    shown = shown.round({"tokens per second": -2})
+    return Shown(shown, f"Medians of CUDA-event times of ten steps, 8 x 1,024 tokens. {timed_on()}")
 
 
-def timed_on() -> str:
-    """Where and when the times were taken."""
-    facts = table("measured", "07-steps").attrs
+def timed_on(name: str = "07-steps") -> str:
+    """Where and when the times of a table were taken."""
+    facts = table("measured", name).attrs
     return f"Recorded: {facts['gpu']}, torch {facts['torch']}, driver {facts['driver']}, {str(facts['date'])[:10]}."
 
 
 def frontier() -> pd.DataFrame:
-    """Peak and step time of 8 sequences, each alone and each rung, as `figures.frontier` wants them."""
-    rungs = {saving.key: f"rung {n}: {saving.says}" for n, saving in enumerate(LADDER) if n > 2}
-    savings = [saving for saving in ALL if saving.key in rungs or saving not in LADDER or saving is LADDER[0]]
+    """Peak and step time of 8 sequences, each alone and each rung, as `figures.frontier` wants them.
+
+    Two of the implementations of fused attention are left out: they lie on cuDNN's point.
+    """
+    rungs = {saving.key: f"rung {n}, {saving.says}" for n, saving in enumerate(LADDER) if n > 2}
+    savings = [saving for saving in ALL if saving.key in rungs or saving not in LADDER[1:]]
+    savings = [saving for saving in savings if saving.key not in ("flash", "efficient")]
     names = [rungs.get(saving.key, saving.says) for saving in savings]
     timed = steps().reindex([saving.name for saving in savings])
     peaks = of("07-savings", savings, "measured")["peak_allocated_bytes"].to_numpy()
-    found = pd.DataFrame({"configuration": names, "peak_bytes": peaks, "step_ms": timed["step_ms"].to_numpy()})
-    return found.dropna()
+    times = {column: timed[column].to_numpy() for column in ("step_ms", "least_ms")}
+    return pd.DataFrame({"configuration": names, "peak_bytes": peaks, **times}).dropna()
 
 
 def extra_forward() -> Shown:
@@ -161,93 +169,13 @@ def extra_forward() -> Shown:
     chosen = [s for s in SINGLES if s.key in ("base", "mlp", "attention", "every-2", "block")]
     timed = steps().reindex([saving.name for saving in chosen])
     base = timed.iloc[0]
-    shown = pd.DataFrame({"configuration": _says(chosen)})
+    shown = pd.DataFrame({"configuration": says(chosen)})
     for phase in ("forward", "backward", "step"):
         shown[f"{phase} (ms)"] = timed[f"{phase}_ms"].to_numpy()
     extra = timed["backward_ms"].to_numpy() - base["backward_ms"]
     shown["more backward, of one forward (share)"] = extra / base["forward_ms"]
     shown["more step (share)"] = timed["step_ms"].to_numpy() / base["step_ms"] - 1
     return Shown(shown, f"What computing a forward again costs, 8 x 1,024 tokens, fp32. {timed_on()}")
-
-
-# --- the largest batch ------------------------------------------------------------------------------------------------
-
-
-def largest(savings: Sequence[Saving] = LADDER) -> Shown:
-    """The largest batch that was predicted, and what the card said to it and to one more."""
-    ours, timed = of("07-savings", savings), steps()
-    fits, more = (timed.reindex([s.at(s.largest + n) for s in savings]) for n in (0, 1))
-    shown = pd.DataFrame({
-        "configuration": _says(savings),
-        "largest batch, predicted": [s.largest for s in savings],
-        "recorded": [_verdict(x) for x in fits["fits"]],
-        "one more, predicted: fails in step": ours["next_fails_step"].to_numpy(),
-        "one more, recorded: fails in step": more["failed_step"].to_numpy(),
-    })
-    for what in ("reserved", "allocated"):
-        shown[f"{what}, recorded (MiB)"] = fits[f"peak_{what}_bytes"].to_numpy(dtype=float) / MIB
-        shown[f"recorded less predicted, {what} (bytes)"] = [
-            row[f"peak_{what}_bytes"] - _of_step(kept, row["timed_count"], what)
-            for (_, row), (_, kept) in zip(fits.iterrows(), ours.iterrows(), strict=True)]
-    shown["time per token (µs)"] = 1000 * (fits["step_ms"] / fits["tokens_count"]).to_numpy()
-    return Shown(shown, f"Sequences of 1,024 tokens under 45,440 MiB; peaks of the last step that was timed. {about()}")
-
-
-def _of_step(kept: pd.Series, timed: float, what: str) -> float:
-    """The prediction for the last step of a timed run: two steps are run before the timed ones."""
-    return float("nan") if pd.isna(timed) else kept[f"largest_step_{int(timed) + 2}_{what}_bytes"]
-
-
-def _verdict(fits) -> str:
-    return "·" if pd.isna(fits) else "fits" if fits in (True, "True") else "out of memory"
-
-
-def beyond() -> Shown:
-    """Batches beyond the boundary: the step in which they were predicted to fail, and in which they failed."""
-    found, timed = table("predicted", "07-beyond"), steps()
-    names = [by_key(key).at(batch) for key, batch in zip(found["key"], found["batch_count"], strict=True)]
-    shown = pd.DataFrame({
-        "configuration": found["saving"],
-        "batch": found["batch_count"],
-        "predicted: fails in step": found["next_fails_step"],
-        "recorded": [_how_far(row) for _, row in timed.reindex(names).iterrows()],
-        "predicted: in": found["next_fails_phase"].replace("recompute", "backward, computing a block again"),
-    })
-    return Shown(shown, f"Sequences of 1,024 tokens under 45,440 MiB. {about()}")
-
-
-def _how_far(row: pd.Series) -> str:
-    if str(row["fits"]) == "True":
-        return f"ran {int(row['timed_count']) + 2} steps, was not asked for more"
-    return "·" if pd.isna(row["failed_step"]) else f"fails in step {int(row['failed_step'])}"
-
-
-def rungs() -> pd.DataFrame:
-    """The ladder as `figures.ladder` wants it; the time is that at the largest batch, or at one just beyond it."""
-    timed = steps()
-    tokens = 1000 * timed["step_ms"] / timed["tokens_count"]
-    times = []
-    for saving in LADDER:
-        near = tokens.reindex([saving.at(n) for n in (saving.largest, *BEYOND.get(saving.key, ()))]).dropna()
-        times.append(near.iloc[0] if len(near) else float("nan"))
-    batches = [saving.largest for saving in LADDER]
-    return pd.DataFrame({"configuration": _says(LADDER), "largest_batch": batches, "token_us": times})
-
-
-def longest() -> Shown:
-    """The longest sequence of a batch of one, predicted and recorded."""
-    ours, theirs = table("predicted", "07-lengths"), table("measured", "07-lengths").set_index("key")
-    theirs = theirs.reindex(ours["key"])
-    shown = pd.DataFrame({
-        "configuration": ours["saving"],
-        "longest, predicted (tokens)": ours["longest_count"],
-        "recorded: fits": [_verdict(x) for x in theirs["longest_fits"]],
-        f"recorded: {LENGTH_STEP} more": [_verdict(x) for x in theirs["next_fits"]],
-        "allocated, recorded (MiB)": theirs["peak_allocated_bytes"].to_numpy() / MIB,
-        "recorded less predicted, allocated (bytes)": (
-            theirs["peak_allocated_bytes"].to_numpy() - ours["peak_allocated_bytes"].to_numpy()),
-    })
-    return Shown(shown, f"One sequence, the model's context as long, under 45,440 MiB. {about()}")
 
 
 # --- today's check of yesterday's tables ------------------------------------------------------------------------------
