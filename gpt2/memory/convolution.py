@@ -1,94 +1,22 @@
-"""Convolutions by cuDNN: outputs exactly, workspaces by what can be read off recordings.
+"""Convolutions by cuDNN: outputs, copies and workspaces in the order in which PyTorch asks for them.
 
-cuDNN picks an algorithm by a heuristic that is not published, and asks for what it needs. Its tensor-core kernels want
-channels last; for tensors that are channels first it converts input, weight and output in its workspace. Modelled, from
-48 lists of kernel-probes.json and 87 convolutions of five recorded nets (H200, cuDNN 9.19; letters: X input, W weight,
-Y output, in bytes):
-
-* all three converted: X + W + Y + 16; a 1 x 1 convolution leaves W as it is;
-* channels: 16-bit kernels read a multiple of 8; the weight gradient in fp32 (TF32) reads a multiple of 4;
-* a strided input gradient takes 131 bytes more;
-* fp32, 32 to 64 channels in, 16 or more images of 28 x 28 or more out: the forward kernel writes Y channels first
-  itself; a 1 x 1 kernel whose result has images that large, forward or backward, converts nothing;
-* fp32, fewer than 4 channels in: 3 x 3 runs without tensor cores and without workspace; patches (stride as wide as the
-  kernel) do so forward, and kernels of 7 x 7 for the input's gradient;
-* weight gradients in fp32 sum over the batch in pieces, as many as fill the card once with 128 x 128 or 64 x 64 tiles
-  of W, and keep that many partial W; below 64 channels in, each buffer is aligned to 128 bytes.
-
-A 1-d convolution is a 2-d one of height 1 (Convolution.cpp, view4d); a transposed one is the input gradient of the
-convolution whose input it makes, and its own input gradient that one's forward: the same rules, without a recording.
-
-Not modelled: the number of pieces where cuDNN chooses another tile, and in 16 bit (up to 4 MB seen, 1 to 16 % of that
-workspace); grouped and 3-d convolutions, weight gradients of channels-last tensors and fp32 without TF32, all taken as
-needing nothing.
+The workspace depends on the engine that cuDNN chooses: convolution_choices.py says which one that is, and
+convolution_engines.py how many bytes it takes. A 1-d convolution is a 2-d one of height 1 (Convolution.cpp, view4d); a
+transposed one is the input gradient of the convolution whose input it makes, and its own input gradient that one's
+forward. Not modelled: 3-d convolutions and double precision, taken as needing nothing.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from gpt2.memory import shapes
-from gpt2.memory.gpus import Gpu
+from gpt2.memory.convolution_choices import choose
+from gpt2.memory.convolution_engines import FORWARD, INPUT, WEIGHT, Shape, workspace
 from gpt2.memory.scratch import Temporaries, reduction_scratch, rule
 
 aten = torch.ops.aten
-DIRECT_FROM = 28 * 28  # points of an image that fp32 kernels write channels first themselves
-STRIDED_INPUT = 131  # bytes that a strided input gradient takes besides
-FORWARD, INPUT, WEIGHT = "forward", "input", "weight"  # the three passes
-
-
-def _padded(tensor: torch.Tensor, multiple: int) -> int:
-    """Bytes of `tensor` (N, C, ...) with C rounded up."""
-    channels = tensor.shape[1]
-    return tensor.numel() // channels * (-(-channels // multiple) * multiple) * tensor.element_size()
-
-
-def _pieces(weight: torch.Tensor, gpu: Gpu) -> int:
-    """Into how many the sum of a weight gradient is split so that its tiles fill the card once; 0 if it is not."""
-    rows, columns = weight.shape[0], weight[0].numel()
-    tile = 128 if min(weight.shape[:2]) >= 128 else 64
-    tiles = math.ceil(rows / (128 if rows >= 128 else 64)) * math.ceil(columns / tile)
-    pieces = gpu.sms // tiles
-    return pieces if pieces > 1 else 0
-
-
-def _on_tensor_cores(which: str, source: torch.Tensor, weight: torch.Tensor, stride) -> bool:
-    """Whether cuDNN converts to channels last at all."""
-    if source.element_size() == 2:
-        return source.shape[1] > 3 or weight.shape[-1] > 3 or which != FORWARD
-    if not torch.backends.cudnn.allow_tf32:
-        return False
-    if source.shape[1] >= 4:
-        return True
-    kernel = weight.shape[-1]
-    if kernel <= 3:
-        return False
-    patches = kernel == stride[-1]
-    return which == WEIGHT or patches == (which == INPUT)
-
-
-def workspace(which: str, source: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, stride, gpu: Gpu) -> int:
-    """Bytes of cuDNN's workspace for one pass of a plain convolution: `out` is its output or the gradient of that."""
-    if _layout(source, weight) is torch.channels_last:
-        return STRIDED_INPUT if which == INPUT and stride[-1] > 1 else 0
-    if not _on_tensor_cores(which, source, weight, stride):
-        return 0
-    half, kernel, step = source.element_size() == 2, weight.shape[-1], stride[-1]
-    made = {FORWARD: out, INPUT: source}.get(which, weight)
-    large = math.prod(made.shape[2:]) >= DIRECT_FROM and not half
-    if large and kernel == 1:
-        return 0
-    multiple = 8 if half and not (which == INPUT and kernel == step > 1) else 4 if which == WEIGHT else 1
-    size = _padded(source, multiple) + 16
-    if kernel > 1:
-        size += _padded(weight, multiple)
-        if which == WEIGHT and not half:
-            size += _pieces(weight, gpu) * _padded(weight, multiple) + (128 if source.shape[1] < 64 else 0)
-    if not (large and which == FORWARD and 32 <= source.shape[1] <= 64 and source.shape[0] >= 16):
-        size += out.numel() * out.element_size()
-    return size + (STRIDED_INPUT if which == INPUT and step > 1 and kernel != step else 0)
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -106,13 +34,39 @@ def _copied(temporaries: Temporaries, tensor: torch.Tensor, layout: torch.memory
     return 0 if tensor.is_contiguous(memory_format=layout) else temporaries.take(tensor.numel() * tensor.element_size())
 
 
-def _size(which: str, source, weight, out, stride, transposed: bool, groups: int, gpu: Gpu) -> int:
-    if groups != 1 or source.dim() > 4:
-        return 0
+def _pair(sizes) -> tuple[int, int]:
+    """Two sizes; for an image of one dimension, with a height of 1 before them. A single stride counts for both."""
+    sizes = tuple(sizes)
+    return sizes if len(sizes) == 2 else (1, *sizes)
+
+
+def asked(which: str, source, weight, out, stride, transposed: bool, groups: int) -> Shape:
+    """One pass of a convolution as cuDNN sees it; `out` is its output or the gradient of that."""
     if transposed:
         source, out = out, source
         which = {FORWARD: INPUT, INPUT: FORWARD}.get(which, which)
-    return workspace(which, source, weight, out, stride, gpu)
+    return Shape(
+        which,
+        DTYPES[source.dtype],
+        images=source.shape[0],
+        channels=source.shape[1],
+        filters=out.shape[1],
+        image=_pair(source.shape[2:]),
+        kernel=_pair(weight.shape[2:]),
+        out=_pair(out.shape[2:]),
+        stride=_pair(stride),
+        groups=groups,
+        channels_last=_layout(source, weight) is torch.channels_last,
+        tf32=torch.backends.cudnn.allow_tf32 or source.dtype is not torch.float32,
+    )
+
+
+def _size(which: str, source, weight, out, stride, transposed: bool, groups: int) -> int:
+    """Bytes of the workspace of one pass."""
+    if source.dim() > 4 or source.dtype not in DTYPES or not source.numel() or not out.numel():
+        return 0
+    shape = asked(which, source, weight, out, stride, transposed, groups)
+    return workspace(shape, choose(shape))
 
 
 @rule(aten.convolution.default)
@@ -127,7 +81,7 @@ def forward(tracker, func, args, kwargs):
             out = out.to(memory_format=layout)
         tracker.outputs(out)
         _copied(temporaries, weight, layout)
-        temporaries.take(_size(FORWARD, source, weight, out, stride, transposed, groups, tracker.card.gpu))
+        temporaries.take(_size(FORWARD, source, weight, out, stride, transposed, groups))
     return out
 
 
@@ -150,7 +104,7 @@ def backward(tracker, func, args, kwargs):
                 continue
             tracker.outputs(gradient)
             weight_copy = _copied(temporaries, weight, layout) if which == INPUT else 0
-            size = _size(which, source, weight, grad, stride, transposed, groups, tracker.card.gpu)
+            size = _size(which, source, weight, grad, stride, transposed, groups)
             workspace_at = temporaries.take(size)
             if gradient is last:
                 temporaries.give(grad_copy)
