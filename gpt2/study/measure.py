@@ -22,6 +22,7 @@ from gpt2.study.runs import slug
 
 PROBES = {  # program: its file under results/measured/<gpu>/, the evidence behind gpt2/memory's rules
     "probes": "kernel-probes.json",
+    "convolution_probes": "convolution-probes.csv.gz",
     "recurrent_probes": "recurrent-probes.json.gz",
     "recurrent_sizes": "recurrent-sizes.csv.gz",
 }
