@@ -73,3 +73,18 @@ def scan_by_key(n: int) -> int:
 def unique_by_key(n: int, capability: tuple[int, int]) -> int:
     """The first of each run of n int64 keys, with its place. tuning_unique_by_key.cuh: key and value of 8 bytes."""
     return scan(n, tile=448 * 11 if capability >= (9, 0) else 192 * 7)
+
+
+def total(n: int, gpu) -> int:
+    """A sum of n int32: one block up to a tile, else a partial sum of each of at most 5 blocks for each that fits.
+
+    device/dispatch/dispatch_reduce.cuh: blocks of 256 x 16; the subscription factor is 5.
+    """
+    threads, items = 256, 16
+    return 1 if n <= threads * items else _parts(4 * 5 * gpu.sms * (gpu.threads_per_sm // threads))
+
+
+def select(n: int, capability: tuple[int, int]) -> int:
+    """Those of n int64 that are flagged: look-back state of every tile. tuning_select_if.cuh: flagged, 8 bytes."""
+    tile = 384 * 11 if capability >= (9, 0) else 384 * 6 if capability >= (8, 0) else 128 * 5
+    return scan(n, size=4, tile=tile)

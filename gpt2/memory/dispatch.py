@@ -1,8 +1,9 @@
 """The ear of the simulator: every operator that reaches a kernel passes here.
 
 A tensor of the simulated card is a meta tensor whose storage is known to the card. A storage that appears is an
-allocation, a storage that dies is a free. Meta tensors the card does not know are host tensors without values:
-parameters before `.cuda()`, and large float tensors, so that a model of any size costs no host memory.
+allocation, a storage that dies is a free. Meta tensors the card does not know are host tensors without values
+(parameters before `.cuda()`, and large float tensors, so that a model of any size costs no host memory), or the
+program's own meta tensors, which it made with device="meta": `own_meta` lists their storages.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from gpt2.memory.simulator import SimulatedGpu
 
 aten = torch.ops.aten
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 HOST_VALUES_LIMIT = 16_384  # elements: a larger float tensor made on the host has no values
 _device_of = torch._C.TensorBase.device.__get__
 _in_backward = torch._C._current_graph_task_id
@@ -52,9 +53,12 @@ class Tracker(TorchDispatchMode):
         super().__init__()
         self.card = card
         self.hosting = False  # tensors made on meta are meant for the host
+        self.meta_meant = False  # tensors made on meta are meant to be there
+        self.numbers_stay = False  # a number made a tensor stays on the host
         self.inside = False  # a kernel is running: PyTorch's own meta kernels must see meta tensors as such
         self.live: dict[int, Life] = {}
-        self.known = Known()
+        self.own_meta: dict[int, Life] = {}
+        self.known = Known(self.live)
         self.alone_uses = uses_of_a_lone_gradient()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -74,13 +78,18 @@ class Tracker(TorchDispatchMode):
                 if func is aten._to_copy.default:
                     return self._to_card(args, kwargs)
                 return self._run(func, args, kwargs)
-            if device.type == "meta" and not self.hosting and not any(isinstance(a, torch.Tensor) for a in args):
-                return self._run(func, args, kwargs)  # a composite made it with the options of a tensor of the card
+            if device.type == "meta" and not self.hosting:
+                if self.meta_meant:
+                    return self.keep_apart(func(*args, **kwargs))
+                if self.numbers_stay and func is aten.scalar_tensor.default:
+                    return func(*args, **{**kwargs, "device": CPU})
+                if not any(isinstance(a, torch.Tensor) for a in args):
+                    return self._run(func, args, kwargs)  # a composite made it with the options of a tensor of the card
             if device.type == "cpu" and func is aten._to_copy.default and self.knows(args[0]):
                 return values.to_host(args[0], kwargs, self.known.value(args[0]))
         if func in _HOST_FACTORIES and not self._keeps_values(args, kwargs):
             return func(*args, **{**kwargs, "device": META, "pin_memory": False})
-        if self._on_card(args):
+        if self._among(self.live, args):
             if func is aten.copy_.default and _device_of(args[0]).type == "cpu":
                 return values.forget(args[0], self.known.value(args[1]))
             return self._run(func, args, kwargs)
@@ -101,21 +110,39 @@ class Tracker(TorchDispatchMode):
         return block + tensor.storage_offset() * tensor.element_size() if block else 0
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Give the tensor's storage a block, unless it has one or is empty."""
+        """Give the tensor's storage a block, unless it has one. An empty storage has the address 0."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.live or not (size := storage.nbytes()):
+        life = self.live.get(key)
+        if life is not None and (life.address or not storage.nbytes()):
             return
         card = self.card
         card.shape, card.dtype = tensor.shape, tensor.dtype
-        life = Life(storage, self._died)
-        life.key, life.address = key, card.malloc(size)
+        address = card.malloc(size) if (size := storage.nbytes()) else 0
+        if life is None:
+            life = Life(storage, self._died)
+        life.key, life.address = key, address
         self.live[key] = life
 
     def _died(self, life: Life) -> None:
         if self.live.pop(life.key, None) is not None:
             self.known.contents.pop(life.key, None)
-            self.card.free(life.address)
+            if life.address:
+                self.card.free(life.address)
+
+    def is_own_meta(self, tensor: torch.Tensor) -> bool:
+        """Whether the program made this meta tensor as such."""
+        return tensor.untyped_storage()._cdata in self.own_meta
+
+    def keep_apart(self, out):
+        """These meta tensors are the program's own."""
+        for tensor in (out,) if isinstance(out, torch.Tensor) else out if isinstance(out, list | tuple) else ():
+            if isinstance(tensor, torch.Tensor) and _device_of(tensor).type == "meta":
+                storage = tensor.untyped_storage()
+                life = Life(storage, lambda life: self.own_meta.pop(life.key, None))
+                life.key = storage._cdata
+                self.own_meta.setdefault(life.key, life)
+        return out
 
     def _run(self, func, args, kwargs):
         card = self.card
@@ -152,20 +179,23 @@ class Tracker(TorchDispatchMode):
             return False
         return _holders(old) == self.alone_uses
 
-    def _on_card(self, args) -> bool:
+    @staticmethod
+    def _among(storages, args) -> bool:
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                if arg.untyped_storage()._cdata in self.live:
+                if arg.untyped_storage()._cdata in storages:
                     return True
             elif isinstance(arg, list | tuple):
                 for item in arg:
-                    if isinstance(item, torch.Tensor) and item.untyped_storage()._cdata in self.live:
+                    if isinstance(item, torch.Tensor) and item.untyped_storage()._cdata in storages:
                         return True
         return False
 
     def _to_card(self, args, kwargs):
         self.card.operator = aten._to_copy.default
         source = args[0]
+        if self.is_own_meta(source):
+            raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         valueless = _device_of(source).type == "meta"
         out = self.outputs(aten._to_copy.default(source if valueless else source.to(META), **kwargs))
         if not valueless:
@@ -183,8 +213,11 @@ class Tracker(TorchDispatchMode):
         if found and "meta" in found and func is aten._local_scalar_dense.default:
             return values.read(args[0])
         if "meta" in found and func is aten._to_copy.default and kwargs.get("device", META).type == "cpu":
+            if self.is_own_meta(args[0]):
+                raise NotImplementedError("Cannot copy out of meta tensor; no data!")
             kwargs = {**kwargs, "device": META}
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        return self.keep_apart(out) if self.own_meta and self._among(self.own_meta, args) else out
 
     @staticmethod
     def _keeps_values(args, kwargs) -> bool:

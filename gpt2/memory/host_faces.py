@@ -26,19 +26,15 @@ class HostFaces(Faces):
 
             self.set(torch, name, construct)
 
-        real_init, real_call, tracker = DeviceContext.__init__, DeviceContext.__torch_function__, self.card.tracker
-
-        def call(context, func, types, args=(), kwargs=None):
-            if context.device.type != "meta":
-                return real_call(context, func, types, args, kwargs)
-            with hosting(tracker):  # the program builds a model without memory
-                return real_call(context, func, types, args, kwargs)
-
+        real_init = DeviceContext.__init__
         self.set(DeviceContext, "__init__", lambda self, device: real_init(self, checked(torch.device(device))))
-        self.set(DeviceContext, "__torch_function__", call)
         real_default = torch._C._set_only_lift_cpu_tensors
         real_default(True)
         self.undo.callback(real_default, False)
+
+    def _scripting(self) -> None:
+        """`torch.jit.script` leaves Python as it is, as PYTORCH_JIT=0 does: TorchScript knows nothing of faces."""
+        self.set(torch.jit._state._enabled, "enabled", False)
 
     def _parameters(self) -> None:
         """Parameters made while a GPU is simulated have no values, so that moving them keeps their identity."""

@@ -1,4 +1,4 @@
-"""Embeddings and indexing: sorted copies of the indices, sums by segment."""
+"""Embeddings and rolling: sorted copies of the indices, sums by segment."""
 
 from __future__ import annotations
 
@@ -95,38 +95,3 @@ def roll(tracker, func, args, kwargs):
             temporaries.give(before)
             before = rolled
         return tracker.outputs(out)
-
-
-def _key_bits(target, chosen) -> int:
-    """Bits of the largest row that indices can name. Indexing.cu: get_num_bits(largestIndex / sliceSize)."""
-    indexed = math.prod(target.shape[d] for d, index in enumerate(chosen) if index is not None)
-    return max(1, (indexed - 1).bit_length())
-
-
-@rule(aten.index_put_.default, aten._index_put_impl_.default)
-def index_put(tracker, func, args, kwargs):
-    """Adding to chosen elements sorts the choices, so that equal ones meet. Indexing.cu, index_put_with_sort_kernel."""
-    target, chosen, new = args[:3]
-    accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
-    given = [index for index in chosen if index is not None]
-    masked = any(index.dtype in (torch.bool, torch.uint8) for index in given)
-    if not accumulate or masked or not tracker.knows(target):
-        return func(*args, **kwargs)
-    shape = torch.broadcast_shapes(*(index.shape for index in given))
-    n = math.prod(shape)
-    with Temporaries(tracker.card, "index put: sort") as temporaries:
-        take, give = temporaries.take, temporaries.give
-        linear = 0
-        for _ in given:  # wrapped, times its stride, added up
-            wrapped, stepped = take(8 * n), take(8 * n)
-            give(wrapped)
-            if linear:
-                give(stepped)
-            else:
-                linear = stepped
-        if not new.is_contiguous():
-            take(new.numel() * new.element_size())
-        for _ in range(3):  # sorted, where they came from, counting
-            take(8 * n)
-        give(take(cub.radix_sort(n, tracker.card.gpu.capability, bits=_key_bits(target, chosen))))
-        return func(*args, **kwargs)

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from gpt2.memory.cuda_faces import CudaFaces
 from gpt2.memory.host_faces import HostFaces
+from gpt2.memory.meta_faces import MetaFaces
 from gpt2.memory.tensor_faces import TensorFaces
 
 
-class Patches(CudaFaces, TensorFaces, HostFaces):
+class Patches(CudaFaces, TensorFaces, HostFaces, MetaFaces):
     """Everything that is replaced, and how it is put back."""
 
     def install(self) -> None:
@@ -22,8 +23,11 @@ class Patches(CudaFaces, TensorFaces, HostFaces):
             self._accelerator,
             self._streams,
             self._tensors,
+            self._assigning,
             self._grouping,
             self._constructors,
+            self._scripting,
+            self._meta,
             self._parameters,
             self._files,
             self._loaders,

@@ -5,6 +5,7 @@ from gpt2.memory import (  # noqa: F401
     convolution,
     in_place,
     index_scratch,
+    indexing,
     loss_scratch,
     norm_scratch,
     reduction_scratch,

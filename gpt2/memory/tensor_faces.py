@@ -7,7 +7,7 @@ import math
 import torch
 
 from gpt2.memory import values
-from gpt2.memory.faces import CPU, CUDA, META, Faces, checked, is_cuda, real_device
+from gpt2.memory.faces import CPU, CUDA, META, Faces, checked, hosting, is_cuda, real_device
 
 
 class TensorFaces(Faces):
@@ -19,13 +19,18 @@ class TensorFaces(Faces):
 
         def device(t):
             real = real_device(t)
-            return real if tracker.inside or real.type != "meta" else CUDA if knows(t) else CPU
+            if tracker.inside or real.type != "meta":
+                return real
+            return CUDA if knows(t) else META if tracker.is_own_meta(t) else CPU
 
         def is_on_cuda(t):
             return not tracker.inside and real_device(t).type == "meta" and knows(t)
 
         real_to, real_item, real_repr, real_bool = tensor.to, tensor.item, tensor.__repr__, tensor.__bool__
         real_data_ptr, real_numpy, real_tolist = tensor.data_ptr, tensor.numpy, tensor.tolist
+
+        def is_on_meta(t):
+            return real_device(t).type == "meta" and (tracker.inside or tracker.is_own_meta(t))
 
         def place(t, target):
             """The device to give to C++, which knows the card's and valueless host tensors as meta."""
@@ -66,12 +71,13 @@ class TensorFaces(Faces):
 
         def on_host(t):
             value = known(t)
-            return values.to_host(t, {}) if value is None else value
+            with hosting(tracker):
+                return values.to_host(t, {}) if value is None else value
 
         self.set(tensor, "device", property(device))
         self.set(tensor, "is_cuda", property(is_on_cuda))
-        self.set(tensor, "is_meta", property(lambda t: tracker.inside and real_device(t).type == "meta"))
-        self.set(tensor, "is_cpu", property(lambda t: not is_on_cuda(t)))
+        self.set(tensor, "is_meta", property(is_on_meta))
+        self.set(tensor, "is_cpu", property(lambda t: not is_on_cuda(t) and not is_on_meta(t)))
         self.set(tensor, "to", to)
         self.set(
             tensor,
@@ -119,6 +125,27 @@ class TensorFaces(Faces):
         self.set(tensor, "is_pinned", lambda t, device=None: not is_on_cuda(t))
         self.set(tensor, "record_stream", lambda t, stream: self.card.record_stream(t, stream))
 
+    def _assigning(self) -> None:
+        """`x[i] = number`: to a tensor of the card the number comes as a tensor of the host.
+
+        python_variable_indexing.cpp, THPVariable_setitem.
+        """
+        tracker, tensor = self.card.tracker, torch.Tensor
+        real = tensor.__setitem__
+
+        def assign(t, index, value):
+            if isinstance(value, torch.Tensor) or real_device(t).type != "meta" or not tracker.knows(t):
+                return real(t, index, value)
+            tracker.numbers_stay = True
+            try:
+                real(t, index, 0 if (unknown := isinstance(value, values.Unknown)) else value)
+            finally:
+                tracker.numbers_stay = False
+            if unknown:
+                tracker.known.forget(t)
+
+        self.set(tensor, "__setitem__", assign)
+
     def _grouping(self) -> None:
         """Foreach code groups tensors by device in C++, which sees meta."""
         real = torch._C._group_tensors_by_device_and_dtype
@@ -130,11 +157,6 @@ class TensorFaces(Faces):
             }
 
         self.set(torch._C, "_group_tensors_by_device_and_dtype", group)
-        self.set(
-            torch.amp.GradScaler,
-            "_maybe_opt_step",
-            lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
-        )
 
 
 def _finite(real, answer: bool):

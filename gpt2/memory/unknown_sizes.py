@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from gpt2.memory import shapes, values
+from gpt2.memory import values
 from gpt2.memory.scratch import rule
 
 aten = torch.ops.aten
-_real_device = torch._C.TensorBase.device.__get__
-
 
 @rule(
-    aten.nonzero.default,
-    aten.masked_select.default,
     aten._unique2.default,
     aten.unique_dim.default,
     aten.unique_consecutive.default,
@@ -31,21 +27,6 @@ def ask(tracker, func, args, kwargs):
     if found is not None:
         return _on_card(tracker, found)
     raise values.branch(f"torch.{func._schema.name.partition('::')[2].strip('_').rstrip('2')}")
-
-
-@rule(aten.index.Tensor)
-def index(tracker, func, args, kwargs):
-    """A mask as index selects as many elements as it has True."""
-    chosen = []
-    for index in args[1]:
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
-            chosen.append(index)
-            continue
-        mask = tracker.known.value(index) if _real_device(index).type == "meta" else index
-        if mask is None:
-            raise values.branch("indexing with a mask")
-        chosen += _on_card(tracker, mask.nonzero(as_tuple=True))
-    return tracker.outputs(shapes.call(func, (args[0], chosen), kwargs))
 
 
 def _on_card(tracker, found):
