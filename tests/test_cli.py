@@ -122,7 +122,8 @@ def test_another_size_than_the_models(ask):
     ("--precision", "bf16"), ("--attention", "sdpa"), ("--checkpoint", "block"), ("--checkpoint", "every-2"),
     ("--loss", "chunked"), ("--optimizer", "fused"), ("--optimizer", "loop"), ("--accumulate", "2"), ("--clip", "1.0"),
     ("--dropout", "0.1"), ("--moments", "bf16"), ("--step-in-backward",), ("--drop-logits",), ("--keep-gradients",),
-    ("--alloc-conf", "expandable_segments:True"), ("--limit-mib", "64")])
+    ("--alloc-conf", "expandable_segments:True"), ("--limit-mib", "64"), ("--loss", "chunked", "--loss-chunks", "2"),
+    ("--attention", "sdpa", "--backend", "math"), ("--steps", "2")])
 def test_every_option_is_predicted(ask, option):
     found = ask("predict", *TINY, *option)
     assert found["fits"] and sum(row["bytes"] for row in found["ledger"]) == found["peak_allocated_bytes"]
@@ -151,7 +152,17 @@ BAD = {
     "--alloc-conf expandable_segments": "option:value", "--alloc-conf max_split_size_mb:1": "max_split_size_mb",
     "--torch 2.4.1": "not a release from 2.5 on", "--torch new": "not a release", "--batch 10000000": "token ids alone",
     "--step-in-backward --clip 1": "step_in_backward", "--nonsense": "unrecognized arguments",
-    "--loss-chunks 0": "at least 1",
+    "--loss-chunks 0": "at least 1", "--loss-chunks 4": "needs --loss chunked",
+    "--loss chunked --loss-chunks 8193": "above the 8,192 tokens", "--limit-mib -1": "at least 1",
+    "--limit-mib 45630": "above the 45,629 MiB", "--checkpoint every-": "none, block", "--layers 1001": "at most 1,000",
+    "--steps 1001": "at most 1,000", "--accumulate 1001": "at most 1,000", "--width 16777217": "at most 16,777,216",
+    "--vocabulary 99999999999999999999": "at most", "--context 99999999999": "at most", "--heads 1e3": "not a whole",
+    "--step-in-backward --accumulate 2": "step_in_backward", "--step-in-backward --precision fp16": "step_in_backward",
+    "--alloc-conf expandable_segments=True": "option:value", "--alloc-conf expandable_segment:True": "unknown",
+    "--alloc-conf roundup_power2_divisions:[1:2": "nothing closes", "--clip inf": "not a number",
+    "--backend magic": "auto, flash, efficient, cudnn, math", "--backend flash": "needs --attention sdpa",
+    "--attention sdpa --backend flash": "does not run in fp32 on this card: No available kernel",
+    "--attention sdpa --backend cudnn": "does not run in fp32 on this card: No available kernel",
 }
 
 
@@ -178,6 +189,11 @@ def test_bad_options_are_one_line(options, capsys):
     (["diff", "nothing", "nowhere"], "nothing"), (["snapshot", "nothing"], "cannot read nothing"),
     (["snapshot", __file__], "pickle"), (["explain", "hello"], "not an out-of-memory message"),
     (["explain", "Tried to allocate 2.00 GiB", "--batch", "0"], "at least 1"),
+    (["fit", "--gpu", "A40", "--what", "length", "--length", "1025"], "above the context"),
+    (["fit", "--gpu", "A40", "--attention", "sdpa", "--backend", "flash"], "No available kernel"),
+    (["fit", "--gpu", "T4", "--attention", "sdpa", "--backend", "flash", "--precision", "fp16"], "No available kernel"),
+    (["record", "--attention", "sdpa", "--backend", "magic"], "no GPU here; use predict"),
+    (["snapshot", "x", "--gpu", "A40", "--limit-mib", "1"], "cannot read x"),
     (["simulate", "--gpu", "A40"], "no script"), (["simulate", "--gpu", "A40", "nothing.py"], "no such script"),
     (["simulate", "--gpu", "A40", "-m", "nothing.at.all"], "no module named"),
     (["simulate", "x.py"], "--gpu is missing"), (["simulate", "--gpu", "Z9", "x.py"], "unknown GPU")])
@@ -225,7 +241,8 @@ def test_largest_batch_of_the_a40(ask):
     assert found["largest_batch"] == 20
     tried = {row["batch"]: row for row in found["tried"]}
     assert tried[20]["fits"] and not tried[21]["fits"] and len(tried) <= 5
-    assert list(tried[20]) == ["batch", "fits", "peak_allocated_bytes", "peak_reserved_bytes"]
+    assert list(tried[20]) == ["batch", "fits", "peak_allocated_bytes", "peak_reserved_bytes", "steps"]
+    assert {row["steps"] for row in tried.values()} == {3}
     assert round(tried[20]["peak_allocated_bytes"] / MIB) == 40_375
     assert (found["next"]["batch"], found["next"]["step"]) == (21, 2)
     assert f"{found['next']['requested_bytes'] / MIB:,.1f}" == "4,122.6"

@@ -11,6 +11,10 @@ from typing import NoReturn
 _SIZES = ("layers", "width", "heads", "vocabulary", "context")
 _IDS_BYTES_LIMIT = 4 * 2**30  # token ids are real host tensors: beyond this the machine, not the card, is the matter
 _SMALLEST_LIMIT_MIB = 2  # the allocator's smallest segment
+_MOST = {"layers": 1000, "steps": 1000, "accumulate": 1000,  # each takes this machine's time, on any card
+         **dict.fromkeys(("width", "heads", "vocabulary", "context"), 2**24)}  # beyond, sizes in bytes overflow
+BACKENDS = ("auto", "flash", "efficient", "cudnn", "math")
+DEFAULT_STEPS = 3
 
 
 class UserError(Exception):
@@ -77,28 +81,47 @@ def add_card(parser: argparse.ArgumentParser) -> None:
     add("--alloc-conf", metavar="STR", help="as in PYTORCH_CUDA_ALLOC_CONF, such as expandable_segments:True")
 
 
+def at_most(name: str):
+    """A whole number from 1 to what is sensible for `name`."""
+
+    def number(text: str) -> int:
+        found = positive(text)
+        if found > _MOST[name]:
+            raise argparse.ArgumentTypeError(f"must be at most {_MOST[name]:,}, not {found:,}")
+        return found
+
+    return number
+
+
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """What a step does. Values are checked by `gpt2.step.Recipe`, which knows them."""
     add = parser.add_argument_group("the training step").add_argument
     add("--model", default="124M", help="tiny, 124M (default), 350M, 774M, 1558M or 1.3B")
-    add("--batch", type=positive, default=8, metavar="N", help="sequences (default 8)")
+    add("--batch", type=positive, default=8, metavar="N", help="sequences of a micro-batch (default 8)")
     add("--length", type=positive, metavar="N", help="tokens of each (default 1024, or the model's context if shorter)")
     add("--precision", default="fp32", help="fp32 (default), bf16 or fp16 autocast")
-    add("--attention", default="explicit", help="explicit (default) or sdpa")
+    add("--attention", default="explicit", help="explicit (default) or sdpa, which is fused")
+    add("--backend", default="auto", metavar="NAME",
+        help=f"of fused attention: {', '.join(BACKENDS)} (default auto: PyTorch's choice)")
     add("--checkpoint", default="none", help="none (default), block, every-2, every-3, ..., attention or mlp")
-    add("--loss", default="full", help="full (default) or chunked")
-    add("--loss-chunks", type=positive, default=8, metavar="N", help="chunks of a chunked loss (default 8)")
+    add("--loss", default="full", help="full (default), chunked, or liger where liger-kernel is installed")
+    add("--loss-chunks", type=positive, metavar="N", help="chunks of a chunked loss (default 8)")
     add("--optimizer", default="foreach", help="AdamW's form: foreach (default), fused or loop")
-    add("--accumulate", type=positive, default=1, metavar="N", help="micro-batches a step (default 1)")
-    add("--clip", type=finite, default=0.0, metavar="NORM", help="clip gradients to this norm (default 0: do not)")
-    add("--dropout", type=finite, default=0.0, metavar="P", help="dropout (default 0)")
     add("--moments", default="fp32", help="AdamW's moments: fp32 (default) or bf16")
     add("--step-in-backward", action="store_true", help="update each parameter when its gradient is there")
+    add("--accumulate", type=at_most("accumulate"), default=1, metavar="N",
+        help="micro-batches of a step, --batch sequences each (default 1)")
+    add("--clip", type=finite, default=0.0, metavar="NORM", help="clip gradients to this norm (default 0: do not)")
+    add("--dropout", type=finite, default=0.0, metavar="P", help="dropout, from 0 to below 1 (default 0)")
     add("--drop-logits", action="store_true", help="del logits before backward")
     add("--keep-gradients", action="store_true", help="zero_grad(set_to_none=False)")
-    add("--steps", type=positive, default=3, metavar="N", help="training steps to run (default 3)")
     for name in _SIZES:
-        add(f"--{name}", type=positive, metavar="N", help=f"another {name} than the model's")
+        add(f"--{name}", type=at_most(name), metavar="N", help=f"another {name} than the model's")
+
+
+def add_steps(parser: argparse.ArgumentParser, words: str) -> None:
+    """How many steps; None if it is not said."""
+    parser.add_argument("--steps", type=at_most("steps"), metavar="N", help=words)
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +143,7 @@ def card(arguments: argparse.Namespace):
         release = arguments.torch or installed_torch()
         software(release, gpu)
         check_settings(Settings.parse(arguments.alloc_conf or "", release))
-    check_limit(arguments.limit_mib)
+    check_limit(arguments.limit_mib, gpu)
     return gpu
 
 
@@ -130,10 +153,14 @@ def check_settings(settings) -> None:
         print(f"note: {warning}", file=sys.stderr)
 
 
-def check_limit(limit_mib: int | None) -> None:
-    """A process that may not even have one segment has nothing to tell."""
-    if limit_mib is not None and limit_mib < _SMALLEST_LIMIT_MIB:
+def check_limit(limit_mib: int | None, gpu=None) -> None:
+    """A process that may not even have one segment has nothing to tell, and none may have more than the card."""
+    if limit_mib is None:
+        return
+    if limit_mib < _SMALLEST_LIMIT_MIB:
         raise UserError(f"--limit-mib {limit_mib} is below the allocator's smallest segment, {_SMALLEST_LIMIT_MIB} MiB")
+    if gpu is not None and limit_mib * 2**20 > gpu.memory_bytes:
+        raise UserError(f"--limit-mib {limit_mib:,} is above the {gpu.memory_bytes // 2**20:,} MiB of an {gpu.name}")
 
 
 def installed_torch() -> str:
@@ -165,14 +192,29 @@ def recipe(arguments: argparse.Namespace):
     name = model_name(arguments)
     length = arguments.length or min(1024, size(name).context)
     check_tokens(arguments.batch, length)
+    chunks = _chunks(arguments, length)
     with refusing():
         return Recipe(
             model=name, batch=arguments.batch, length=length, precision=arguments.precision,
             attention=arguments.attention, checkpoint=arguments.checkpoint, loss=arguments.loss,
-            loss_chunks=arguments.loss_chunks, optimizer=arguments.optimizer, accumulate=arguments.accumulate,
+            loss_chunks=chunks, optimizer=arguments.optimizer, accumulate=arguments.accumulate,
             clip=arguments.clip, dropout=arguments.dropout, moments=arguments.moments,
             step_in_backward=arguments.step_in_backward, keep_logits=not arguments.drop_logits,
             set_to_none=not arguments.keep_gradients)
+
+
+def _chunks(arguments: argparse.Namespace, length: int) -> int:
+    """Of the loss; UserError where they say nothing."""
+    from gpt2.step import Recipe
+
+    chunks, tokens = arguments.loss_chunks, arguments.batch * length
+    if chunks is None:
+        return Recipe.loss_chunks
+    if arguments.loss == "full":
+        raise UserError("--loss-chunks needs --loss chunked")
+    if chunks > tokens:
+        raise UserError(f"--loss-chunks {chunks:,} is above the {tokens:,} tokens of a micro-batch")
+    return chunks
 
 
 def check_tokens(batch: int, length: int) -> None:
@@ -183,9 +225,21 @@ def check_tokens(batch: int, length: int) -> None:
                         "this machine's memory; no card here holds such a step")
 
 
+def backend(arguments: argparse.Namespace) -> str:
+    """The implementation of fused attention that was named, "" for PyTorch's choice."""
+    if arguments.backend not in BACKENDS:
+        raise UserError(f"--backend {arguments.backend!r} is not one of: {', '.join(BACKENDS)}")
+    if arguments.backend == "auto":
+        return ""
+    if arguments.attention != "sdpa":
+        raise UserError(f"--backend {arguments.backend} needs --attention sdpa: explicit attention is not fused")
+    return arguments.backend
+
+
 def experiment(arguments: argparse.Namespace):
     """The Experiment of what was typed."""
+    chosen = backend(arguments)
     from gpt2.study.experiments import Experiment
 
-    return Experiment(arguments.command, recipe(arguments), steps=arguments.steps, limit_mib=arguments.limit_mib,
-                      alloc_conf=arguments.alloc_conf or "")
+    return Experiment(arguments.command, recipe(arguments), steps=arguments.steps or DEFAULT_STEPS, backend=chosen,
+                      limit_mib=arguments.limit_mib, alloc_conf=arguments.alloc_conf or "")

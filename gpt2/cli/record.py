@@ -7,13 +7,14 @@ import os
 
 from gpt2.cli import options
 from gpt2.cli.options import UserError, refusing
-from gpt2.cli.predict import advice, show
+from gpt2.cli.predict import advice, note_steps, one_line, show
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of predict; --gpu and --torch, if given, must be what is here."""
     options.add_card(parser)
     options.add_recipe(parser)
+    options.add_steps(parser, f"training steps to run (default {options.DEFAULT_STEPS})")
     options.add_output(parser)
 
 
@@ -35,7 +36,9 @@ def run(arguments: argparse.Namespace) -> None:
     from gpt2.memory.answer import answer
     from gpt2.study.experiments import record
 
-    found = answer(record(experiment))
+    with one_line(experiment):
+        found = answer(record(experiment))
+    note_steps(found, experiment, None)
     if arguments.advise and not found["fits"]:
         from gpt2.memory import gpus
 

@@ -152,8 +152,10 @@ def _divisions(name: str, value: str) -> tuple[int, ...]:
     """One number for all sizes, or [256:1,512:2,>:8] with sizes in MiB; see `Settings.roundup_power2_divisions`."""
     if not value.startswith("["):
         return (_division(name, value),) * 16
+    if not value.endswith("]"):
+        raise ValueError(f"allocator option {name!r} opens a bracket that nothing closes: {value}")
     divisions, last = [0] * 16, None
-    for item in value.strip("[]").split(","):
+    for item in value[1:-1].split(","):
         size, _, count = item.partition(":")
         number = _division(name, count)
         if size == ">":

@@ -2,8 +2,8 @@
 
 Every configuration is an experiment at batch 8 and, under the memory that the published A40 had free, a pair at its
 boundary: the largest batch that was predicted to fit, and one more. The numbers were predicted without a GPU, and
-committed, before any of them ran on one. A batch fits if it survives STEPS steps: with expandable segments there are
-batches that survive two, or five, and no more.
+committed, before any of them ran on one. A batch fits if it survives `gpt2.memory.fit.STEPS` steps: with expandable
+segments there are batches that survive two, or five, and no more.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from gpt2.step import Recipe
 from gpt2.study.sized import SizedRecipe
 
 LIMIT_MIB = 45_440  # what the published A40 had free
-STEPS = 20  # of a run that shall be called to fit
 EXPANDABLE = "expandable_segments:True"
 HALF = {"precision": "bf16", "attention": "sdpa"}
 
@@ -28,7 +27,7 @@ class Saving:
     Attributes:
         key: a word for names of experiments and rows.
         says: what it is, for people.
-        largest: sequences of a batch that fit under LIMIT_MIB, as predicted: STEPS steps; one more does not.
+        largest: sequences of a batch that fit under LIMIT_MIB, as predicted, for 20 steps; one more does not.
         options: how the recipe differs from the published baseline.
         alloc_conf: the allocator's settings.
         backend: the implementation of fused attention, where one is forced.

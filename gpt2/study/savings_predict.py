@@ -17,12 +17,13 @@ from multiprocessing import get_context
 import pandas as pd
 import torch
 
+from gpt2.memory.fit import STEPS
 from gpt2.memory.ledger import Ledger
 from gpt2.memory.trace import Category, Trace
 from gpt2.step import Recipe
 from gpt2.study import results
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
-from gpt2.study.savings_ladder import BEYOND, LADDER, LENGTH_STEP, LENGTHS, LIMIT_MIB, SAVINGS, STEPS, by_key
+from gpt2.study.savings_ladder import BEYOND, LADDER, LENGTH_STEP, LENGTHS, LIMIT_MIB, SAVINGS, by_key
 
 GPU, RELEASE = "H200", "2.11.0"  # card and PyTorch of the recordings
 ARTICLE = ("A40", "2.5.1")  # those of the published baseline

@@ -28,11 +28,12 @@ import pandas as pd
 import torch
 from torch.nn import functional as F
 
+from gpt2.memory.fit import STEPS
 from gpt2.savings import chunked_cross_entropy, liger_cross_entropy
 from gpt2.step import Training
 from gpt2.study.backends import attention_backend
 from gpt2.study.experiments import EXPERIMENTS, Experiment
-from gpt2.study.savings_ladder import LIMIT_MIB, SAVINGS, STEPS
+from gpt2.study.savings_ladder import LIMIT_MIB, SAVINGS
 
 MiB = 2**20
 PHASES = ("forward", "backward", "optimizer")
