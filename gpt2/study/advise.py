@@ -3,139 +3,203 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from itertools import combinations
 
 from gpt2.memory import gpus
 from gpt2.memory.answer import answer
-from gpt2.study.experiments import EXPANDABLE, Experiment, predict
+from gpt2.step import Recipe
+from gpt2.study import prices
+from gpt2.study.experiments import Experiment, predict
+from gpt2.study.fit import enough_steps
+from gpt2.study.prices import Change
+from gpt2.study.sized import SizedRecipe
 
-MOST_TOGETHER, MOST_TRIALS = 3, 24
+MOST_TOGETHER = 3
+MOST_WORK = 1_200  # layers simulated, once for each step and micro-batch, about a hundred a second; half, with a find
+FEW_STEPS = 2  # of a run whose segments have a fixed size: a third step peaks like the second
 _HUGE_BYTES = 2**44  # a card on which everything fits, to see how much it would take
-_HOPE = 1.1  # sets whose estimate is above the capacity by more than a tenth are not tried
+_HOPE = 1.3  # sets whose parts, each alone, promise more than this times the capacity are not tried together
+_NEAR = 1.01  # estimates are too high by up to a percent, where the allocator gives more than was asked for
+_CLEAR = 0.9  # a set that allocates less than this of the capacity will do, though more is reserved than allocated
+_LAYERS = (2, 4)  # of the two small models from which a large one's peak is estimated
+
+Set = tuple[Change, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Change:
-    """One way of getting memory back: what to type, what it costs, and how that weighs beside the others."""
-
-    option: str
-    price: str
-    weight: float
-    recipe: dict = field(default_factory=dict)
-    alloc_conf: str = ""
-
-    def __call__(self, experiment: Experiment) -> Experiment:
-        """The experiment with the change; ValueError if they do not go together."""
-        conf = ",".join(filter(None, (experiment.alloc_conf, self.alloc_conf)))
-        return replace(experiment, recipe=replace(experiment.recipe, **self.recipe), alloc_conf=conf)
-
-
-CHANGES = (
-    Change(f"--alloc-conf {EXPANDABLE}", "no time; a variable of the environment", 1.0, alloc_conf=EXPANDABLE),
-    Change("--drop-logits", "no time; one line", 1.1, {"keep_logits": False}),
-    Change("--optimizer fused", "no time; the update is quicker", 1.2, {"optimizer": "fused"}),
-    Change("--attention sdpa", "no time; attention is quicker", 1.3, {"attention": "sdpa"}),
-    Change("--loss chunked", "a little time at the loss", 2, {"loss": "chunked"}),
-    Change("--precision bf16", "no time; products are rounded to 16 bit", 3, {"precision": "bf16"}),
-    Change("--checkpoint block", "a second forward: about a third more time", 6, {"checkpoint": "block"}),
-)
-
-
-def advise(experiment: Experiment, gpu: gpus.Gpu, torch_release: str | None = None, *, wanted: int = 4,
+def advise(experiment: Experiment, gpu: gpus.Gpu, torch_release: str | None = None, *, wanted: int = 3,
            tell: Callable[[str], None] = lambda line: None) -> list[dict]:
     """The cheapest changes that make the experiment fit, cheapest first: changes, price, fits and peaks of each.
 
-    Everything at once is predicted first: if that does not fit, it is the answer, with `fits` false. Then single
-    changes and sets of up to three, in the order of their price. A set is left out if a part of it fits already, or if
-    what its parts save alone gives no hope. Trials have two steps: a third one peaks like the second. `tell` gets a
-    line for each.
+    If everything at once does not fit, that is the answer, with `fits` false. Else single changes and sets of up to
+    three, in the order of their price, until enough are found or MOST_WORK is done; if none of them is enough,
+    everything less what is not needed. A set is tried if what it allocates may fit, by an estimate, and nothing of the
+    kind fits already for less. What is answered was predicted on the card, for as many steps as `fit` asks for. `tell`
+    gets a line for each such prediction.
     """
-    experiment = replace(experiment, steps=min(experiment.steps, 2), lengths=experiment.lengths[:2])
-    trial = _Trial(gpu, torch_release, min(gpu.free_bytes_at_start, experiment.limit_bytes or math.inf), tell)
-    changes = sorted(_applicable(experiment), key=lambda change: change.weight)
-    everything = trial(experiment, _everything(changes))
-    if not everything["fits"]:
-        return [_as_json(everything)]
-    before = trial(experiment, ())["peak_reserved_bytes"]
-    share: dict[Change, float] = {}
+    trial = _Trial(experiment, gpu, torch_release, tell)
+    tell("what each change saves, alone and with others: estimated, then predicted where it is promising")
+    changes = list(_applicable(experiment, gpu))
+    everything = _everything(experiment, [change for change in changes if "batch" not in change.recipe])
+    if trial.promises(everything) > trial.capacity * _CLEAR:
+        everything = min(everything, _everything(experiment, changes), key=trial.promises)
+    if trial.promises(everything) > trial.capacity * _NEAR:
+        return [_as_json(trial.on_any_card(everything))]
     found: list[dict] = []
-    for chosen in _sets(changes):
-        if len(found) >= wanted or trial.count >= MOST_TRIALS:
+    for chosen in _sets(experiment, sorted(changes, key=lambda change: change.weight)):
+        if len(found) >= wanted or trial.work >= MOST_WORK / (2 if found else 1):
             break
-        hope = len(chosen) == 1 or before * math.prod(share[change] for change in chosen) <= trial.capacity * _HOPE
-        if hope and not any(set(row["set"]) <= set(chosen) for row in found):
-            row = trial(experiment, chosen)
-            found += [row] if row["fits"] else []
-            if len(chosen) == 1:
-                share[chosen[0]] = row["peak_reserved_bytes"] / before
-    return [_as_json(row) for row in found or [everything]]
+        if not any(_kinds(row["set"]) <= _kinds(chosen) for row in found) and trial.is_hopeful(chosen):
+            found += filter(None, [trial(chosen)])
+    if not found:
+        found = [_trimmed(trial, everything) or trial.on_any_card(everything)]
+    return [_as_json(row) for row in found]
 
 
 class _Trial:
-    """Predicts an experiment with changes. How much it would take shows on a card of any size; only where that is
-    more than the real one has, but no more is allocated, the real one may still manage, and is tried."""
+    """Predicts an experiment with changes on a card, and estimates it where a prediction would take long."""
 
-    def __init__(self, gpu: gpus.Gpu, release: str | None, capacity: float, tell: Callable[[str], None]):
-        self.gpu, self.release, self.capacity, self.tell = gpu, release, capacity, tell
-        self.huge, self.count = gpus.with_memory(gpu, _HUGE_BYTES), 0
+    def __init__(self, experiment: Experiment, gpu: gpus.Gpu, release: str | None, tell: Callable[[str], None]):
+        self.experiment, self.gpu, self.release, self.tell = experiment, gpu, release, tell
+        self.capacity = min(gpu.free_bytes_at_start, experiment.limit_bytes or math.inf)
+        self.huge = gpus.with_memory(gpu, _HUGE_BYTES)
+        self.work = 0
+        self.estimates: dict[Set, float] = {}
 
-    def __call__(self, experiment: Experiment, chosen: tuple[Change, ...]) -> dict:
-        for change in chosen:
-            experiment = change(experiment)
-        self.count += 1
-        found = self._on(replace(experiment, limit_mib=None), self.huge)
-        fits = found["peak_reserved_bytes"] <= self.capacity
-        if not fits and found["peak_allocated_bytes"] <= self.capacity:
-            tight = self._on(experiment, self.gpu)
-            fits, found = tight["fits"], tight if tight["fits"] else found
-        row = {"set": chosen, "fits": fits, "peak_allocated_bytes": found["peak_allocated_bytes"],
-               "peak_reserved_bytes": found["peak_reserved_bytes"]}
-        self.tell(f"{'fits' if fits else 'does not fit'}: {_options(chosen) or 'as it is'}")
-        return row
+    def __call__(self, chosen: Set) -> dict | None:
+        """The run on the card; None if it does not fit."""
+        found = self._on(self._long_enough(_apply(self.experiment, chosen)), self.gpu)
+        self.tell(f"{'fits' if found['fits'] else 'does not fit'}: {_options(chosen)}")
+        return _row(chosen, found) if found["fits"] else None
+
+    def on_any_card(self, chosen: Set) -> dict:
+        """What would be taken if the card were large enough."""
+        found = self._on(replace(self._few(_apply(self.experiment, chosen)), limit_mib=None), self.huge)
+        return _row(chosen, found) | {"fits": False}
+
+    def is_hopeful(self, chosen: Set) -> bool:
+        """False if what it allocates does not fit. Sets are first judged by their parts, which is quicker."""
+        if len(chosen) > 1:
+            before = self.promises(())
+            share = math.prod(self.promises((change,)) / before for change in chosen)
+            if before * share > self.capacity * _HOPE:
+                return False
+        return self.promises(chosen) <= self.capacity * _NEAR
+
+    def promises(self, chosen: Set) -> float:
+        """Bytes allocated at the peak, estimated: exact for small models, else too low, or too high by a hair.
+
+        The peak is the highest of several moments, each of which grows with the layers in a straight line: the line
+        through two small models runs below it.
+        """
+        if chosen not in self.estimates:
+            experiment = self._few(_apply(self.experiment, chosen))
+            recipe = replace(experiment.recipe, accumulate=min(experiment.recipe.accumulate, 2))
+            few, more = _LAYERS
+            if recipe.size.layers <= few + more:
+                self.estimates[chosen] = self._peak(replace(experiment, recipe=recipe))
+            else:
+                low, high = (self._peak(replace(experiment, recipe=_with_layers(recipe, n))) for n in _LAYERS)
+                self.estimates[chosen] = high + (high - low) / (more - few) * (recipe.size.layers - more)
+        return self.estimates[chosen]
+
+    def _peak(self, experiment: Experiment) -> int:
+        return self._on(replace(experiment, limit_mib=None), self.huge)["peak_allocated_bytes"]
+
+    def _few(self, experiment: Experiment) -> Experiment:
+        return replace(experiment, steps=FEW_STEPS, lengths=experiment.lengths[:FEW_STEPS])
+
+    def _long_enough(self, experiment: Experiment) -> Experiment:
+        few = self._few(experiment)
+        enough = enough_steps(few, self.release)
+        return few if enough <= FEW_STEPS else replace(experiment, steps=enough_steps(experiment, self.release))
 
     def _on(self, experiment: Experiment, gpu: gpus.Gpu) -> dict:
-        return answer(predict(experiment, gpu, torch_release=self.release), owners=False)
+        found = answer(predict(experiment, gpu, torch_release=self.release), owners=False)
+        self.work += experiment.recipe.size.layers * experiment.recipe.accumulate * len(found["per_step"])
+        return found
 
 
-def _applicable(experiment: Experiment) -> Iterator[Change]:
-    """The changes that would change something and are allowed."""
-    for change in (*CHANGES, *_passes(experiment.recipe.batch, experiment.recipe.accumulate)):
-        if change.alloc_conf and "expandable_segments" in experiment.alloc_conf:
-            continue
-        try:
-            if change(experiment) != experiment:
-                yield change
-        except ValueError:
-            pass  # the recipe has something that does not go with it
+def _with_layers(recipe: Recipe, layers: int) -> SizedRecipe:
+    kept = {f.name: getattr(recipe, f.name) for f in fields(Recipe)}
+    return SizedRecipe(**kept, custom=replace(recipe.size, layers=layers))
 
 
-def _passes(batch: int, accumulate: int) -> Iterator[Change]:
-    """The same step in more passes of smaller batches: the three largest batches that divide it."""
-    for k in [k for k in range(2, batch + 1) if batch % k == 0][:3]:
-        yield Change(f"--batch {batch // k} --accumulate {accumulate * k}",
-                     f"the same gradients in {k} passes: smaller products, a little slower", 4 + math.log2(k),
-                     {"batch": batch // k, "accumulate": accumulate * k})
+def _applicable(experiment: Experiment, gpu: gpus.Gpu) -> Iterator[Change]:
+    """The changes that would change something for the better and are allowed."""
+    recipe = experiment.recipe
+    for change in prices.changes(recipe, gpu):
+        pointless = (
+            change.alloc_conf and "expandable_segments" in experiment.alloc_conf,
+            "checkpoint" in change.recipe and recipe.checkpoint == "block",
+            "precision" in change.recipe and recipe.precision != "fp32",
+            "keep_logits" in change.recipe and recipe.loss == "chunked",
+            "loss" in change.recipe and recipe.loss == "chunked"
+            and change.recipe.get("loss_chunks", 0) <= recipe.loss_chunks,
+            change.recipe.get("loss_chunks", 0) > recipe.tokens,
+        )
+        if not any(pointless) and _together(experiment, (change,)) and change(experiment) != experiment:
+            yield change
 
 
-def _sets(changes: list[Change]) -> list[tuple[Change, ...]]:
-    """One to three changes, cheapest first; the batch is changed once at most."""
+def _together(experiment: Experiment, chosen: Set) -> bool:
+    """Whether they go together: nothing is changed twice, or for nothing, and there is such a recipe."""
+    changed = [name for change in chosen for name in change.recipe]
+    if len(set(changed)) < len(changed) or {"keep_logits", "loss"} <= set(changed):
+        return False
+    try:
+        _apply(experiment, chosen)
+    except ValueError:
+        return False
+    return True
+
+
+def _kinds(chosen: Set) -> set[str]:
+    """What is changed, whatever to."""
+    return {next(iter(change.recipe), "alloc_conf") for change in chosen}
+
+
+def _apply(experiment: Experiment, chosen: Set) -> Experiment:
+    for change in chosen:
+        experiment = change(experiment)
+    return experiment
+
+
+def _sets(experiment: Experiment, changes: Sequence[Change]) -> list[Set]:
+    """One to three changes that go together, cheapest first."""
     sets = [chosen for n in range(1, MOST_TOGETHER + 1) for chosen in combinations(changes, n)
-            if sum("batch" in change.recipe for change in chosen) <= 1]
+            if _together(experiment, chosen)]
     return sorted(sets, key=lambda chosen: sum(change.weight for change in chosen))
 
 
-def _everything(changes: list[Change]) -> tuple[Change, ...]:
-    """All changes, with the smallest batch."""
-    passes = [change for change in changes if "batch" in change.recipe]
-    return tuple(change for change in changes if change not in passes[:-1])
+def _everything(experiment: Experiment, changes: Sequence[Change]) -> Set:
+    """As many changes as go together; of those that do not, the last."""
+    chosen: Set = ()
+    for change in reversed(changes):
+        if _together(experiment, (*chosen, change)):
+            chosen = (*chosen, change)
+    return chosen[::-1]
 
 
-def _options(chosen: tuple[Change, ...]) -> str:
+def _trimmed(trial: _Trial, everything: Set) -> dict | None:
+    """Everything less what is clearly not needed, dearest first; None if not even everything fits."""
+    needed = everything
+    for change in sorted(everything, key=lambda change: -change.weight):
+        less = tuple(kept for kept in needed if kept is not change)
+        if trial.promises(less) <= trial.capacity * _CLEAR:
+            needed = less
+    return trial(needed) or (trial(everything) if needed != everything else None)
+
+
+def _row(chosen: Set, found: dict) -> dict:
+    return {"set": chosen, **{key: found[key] for key in ("fits", "peak_allocated_bytes", "peak_reserved_bytes")}}
+
+
+def _options(chosen: Set) -> str:
     return " ".join(change.option for change in chosen)
 
 
 def _as_json(row: dict) -> dict:
-    return {"changes": _options(row["set"]), "price": "; ".join(dict.fromkeys(change.price for change in row["set"])),
+    return {"changes": _options(row["set"]), "price": prices.of(row["set"]),
             **{key: row[key] for key in ("fits", "peak_allocated_bytes", "peak_reserved_bytes")}}
