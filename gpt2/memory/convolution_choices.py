@@ -48,24 +48,25 @@ def _even(channels: int) -> int:
 
 
 def place(shape: Shape) -> tuple[float, ...]:
-    """A convolution as a point: near ones get like engines. Sizes count by their ratio, and three traits by themselves.
+    """A convolution as a point: near ones get like engines.
 
-    The weights were set by cross-validation on the recording; the votes hardly depend on them.
+    Sizes count by their ratio, and three traits as much as a double. Other weights, half or twice as much for any of
+    these, change the share that is met by less than a percent.
     """
-    kernel, stride = math.prod(shape.kernel), math.prod(shape.stride)
+    kernel = math.prod(shape.kernel)
     return (
         math.log2(shape.images * math.prod(shape.out)),
         math.log2(shape.channels),
         math.log2(shape.filters),
         math.log2(shape.channels * kernel),
         math.log2(kernel),
-        1.5 * math.log2(stride),
-        0.7 * math.log2(_even(shape.channels)),
-        0.7 * math.log2(_even(shape.filters)),
+        math.log2(math.prod(shape.stride)),
+        math.log2(_even(shape.channels)),
+        math.log2(_even(shape.filters)),
         math.log2(shape.groups),
-        2.0 * (shape.channels < 4),
-        2.0 * (shape.kernel == shape.stride),
-        0.3 * (shape.dtype == "fp16"),
+        shape.channels < 4,
+        shape.kernel == shape.stride,
+        shape.dtype == "fp16",
     )
 
 

@@ -17,6 +17,7 @@ from gpt2.memory.convolution_engines import FORWARD, INPUT, NOTHING, WEIGHT, Eng
 SHAPE = ("N", "C", "H", "K", "R", "stride", "pad", "groups", "dtype", "last", "tf32")
 COLUMNS = (*SHAPE, *(f"{name}_bytes" for name in PASSES), *PASSES)
 MAIN = "*"
+MOST_BLOCKS = 2 * 132  # that share tiles: two on each SM of an H200
 LETTERS = {  # of the kernels around the main one
     "nchwToNhwcKernel": "a",
     "nhwcToNchwKernel": "b",
@@ -104,6 +105,14 @@ def _multiples(channels: int, own: int) -> list[int]:
     return sorted(by_result.values(), key=lambda multiple: (multiple != own, multiple))
 
 
+def _converted(which: str, steps: str) -> str:
+    """Those of "xwy" that the kernels before and after the main one convert."""
+    before, _, after = steps.partition(MAIN)
+    operands, result = {FORWARD: ("xw", "y"), INPUT: ("yw", "x"), WEIGHT: ("xy", "w")}[which]
+    loaded = operands[: sum(letter in CONVERSIONS for letter in before)]
+    return loaded + (result if set(after) & set(CONVERSIONS) else "")
+
+
 def _partials(asked: Shape, steps: str, main: str, pieces: list[int], left: int) -> list[tuple]:
     """(kind, tile, count) of the partial results that these kernels may keep."""
     found: list[tuple] = [("-", "-", 0)]
@@ -112,10 +121,12 @@ def _partials(asked: Shape, steps: str, main: str, pieces: list[int], left: int)
         found.append(("images", "-", 0))
     if asked.which == WEIGHT and set("rR") & set(steps):
         copy_bytes = 4 * math.prod(asked.kernel) * asked.filters * (asked.channels // asked.groups)
-        found += [("weights", "-", count) for count in (*pieces, 1, left // copy_bytes)]
+        by_size = [] if set(steps) & set(CONVERSIONS) else [left // copy_bytes]  # cuBLAS asks for the most it may need
+        found += [("weights", "-", count) for count in (*pieces, 1, *by_size)]
     if tile and "i" in steps:
         rows, columns = map(int, tile.groups())
-        found.append(("tiles", f"{rows}x{columns}", left // (4 * rows * columns)))
+        count = left // (4 * rows * columns)
+        found += [("tiles", f"{rows}x{columns}", count)] if count <= MOST_BLOCKS else []
     if tile and "sm80" in main:
         for rows, columns in (tile.groups(), tile.groups()[::-1]):
             found += [("split", f"{rows}x{columns}", count) for count in pieces]
@@ -134,7 +145,7 @@ def chosen(asked: Shape, size: int, tagged: str) -> Engine:
         return NOTHING
     steps, main, deep = tagged.split(" ")
     pieces = [int(number) for number in deep.split(",") if number != "-"]
-    conversions = sum(steps.count(letter) for letter in CONVERSIONS)
+    seen = _converted(asked.which, steps)
     own = 8 if asked.element_bytes == 2 else 4
     letters = ["".join(some) for n in range(4) for some in itertools.combinations("xwy", n)]
     if asked.element_bytes == 2 and "tf32" in main:
@@ -150,7 +161,11 @@ def chosen(asked: Shape, size: int, tagged: str) -> Engine:
             rest = size - workspace(asked, found)
             if 0 <= rest <= 4096:
                 unusual = (channels != own) + (filters != own)
-                key = (abs(conversions - len(converted)), unusual, rest)
+                key = (len(set(converted.lower()) ^ set(seen)), unusual, rest)
                 if best is None or key < best[0]:
                     best = key, found._replace(rest=rest)
-    return best[1] if best else NOTHING._replace(partial="bytes", count=size)
+    if best:
+        return best[1]
+    bare = Engine("".join(sorted(seen, key="xwy".index)) or "-", own, own, "bytes", "-", 0, 0)
+    left = size - workspace(asked, bare)
+    return bare._replace(count=left) if left >= 0 else NOTHING._replace(partial="bytes", count=size)
