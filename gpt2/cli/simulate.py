@@ -89,7 +89,7 @@ class Outcome:
         """Run and keep everything that the script raises."""
         import torch
 
-        from gpt2.memory.values import ValueReadError
+        from gpt2.memory.values import NotSimulated
 
         try:
             self.kept = script.run()
@@ -98,7 +98,7 @@ class Outcome:
         except torch.OutOfMemoryError as error:
             self.fits, self.kept = False, error
             print_error(error)
-        except ValueReadError as error:
+        except NotSimulated as error:
             self.fail(error)
             print(f"error: {error}", file=sys.stderr)
         except Exception as error:

@@ -33,7 +33,9 @@ class Claims:
         self._names: dict[int, str] = {}
 
     def _claim(self, tensor, category: Category, name: str, position: int) -> None:
-        if isinstance(tensor, torch.Tensor) and (address := self._address(tensor)):
+        if not isinstance(tensor, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return  # torch.func's wrappers have no storage
+        if address := self._address(tensor):
             self.made.append(Claim(position, address, category.value, name))
 
     def module(self, module: torch.nn.Module) -> None:

@@ -27,6 +27,8 @@ META, CPU = torch.device("meta"), torch.device("cpu")
 HOST_VALUES_LIMIT = 16_384  # elements: a larger float tensor made on the host has no values
 _device_of = torch._C.TensorBase.device.__get__
 _in_backward = torch._C._current_graph_task_id
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # by torch.func: such a tensor has no storage
+_unwrapped = torch._C._functorch.get_unwrapped
 _HOST_FACTORIES = {
     aten.empty.memory_format,
     aten.zeros.default,
@@ -65,6 +67,11 @@ class Tracker(TorchDispatchMode):
         self.inside = True
         try:
             return self._dispatch(func, args, kwargs or {})
+        except NotImplementedError as error:
+            if "Meta tensors" not in str(error):
+                raise
+            name = func._schema.name.partition("::")[2].strip("_")
+            raise values.unsupported(f"torch.{name}", "PyTorch cannot tell its results without values") from None
         finally:
             self.inside = False
 
@@ -97,6 +104,8 @@ class Tracker(TorchDispatchMode):
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lives on the simulated card."""
+        while _is_wrapped(tensor):
+            tensor = _unwrapped(tensor)
         return _device_of(tensor) is not None and tensor.untyped_storage()._cdata in self.live
 
     def block(self, tensor: torch.Tensor) -> int:
@@ -132,6 +141,8 @@ class Tracker(TorchDispatchMode):
 
     def is_own_meta(self, tensor: torch.Tensor) -> bool:
         """Whether the program made this meta tensor as such."""
+        while _is_wrapped(tensor):
+            tensor = _unwrapped(tensor)
         return tensor.untyped_storage()._cdata in self.own_meta
 
     def keep_apart(self, out):

@@ -64,6 +64,7 @@ def _finite(func, args) -> bool | None:
     return None
 
 
+_MOVES = {overload for name in aten.set_.overloads() if (overload := getattr(aten.set_, name))}
 _FILL = {aten.zero_.default, aten.fill_.Scalar}
 _ASK_FINITE = {aten.isnan.default, aten.isinf.default, aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar}
 
@@ -113,6 +114,8 @@ class Known:
     def follow(self, func, args, kwargs, out) -> None:
         """An operator has run on the card: do the same on the host where everything it read is known."""
         written = _written(func)
+        if written and func in _MOVES:
+            return
         if self._reads_unknown(args) and func not in _CONSTANTS:
             if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
                 return self.forget(args[0])  # and found_inf stays
@@ -177,8 +180,10 @@ class Known:
     def _reads_unknown(self, args) -> bool:
         for arg in args:
             if isinstance(arg, torch.Tensor):
-                if _real_device(arg).type == "meta" and arg.untyped_storage()._cdata not in self.contents:
-                    return True
+                if _real_device(arg).type == "meta":
+                    content = self.contents.get(arg.untyped_storage()._cdata)
+                    if content is None or content.dtype is not arg.dtype:
+                        return True
             elif isinstance(arg, list | tuple) and self._reads_unknown(arg):
                 return True
         return False

@@ -8,12 +8,14 @@ are replaced on `torch.Tensor`. `Patches` undoes it all.
 from __future__ import annotations
 
 from gpt2.memory.cuda_faces import CudaFaces
+from gpt2.memory.file_faces import FileFaces
 from gpt2.memory.host_faces import HostFaces
 from gpt2.memory.meta_faces import MetaFaces
+from gpt2.memory.parallel_faces import ParallelFaces
 from gpt2.memory.tensor_faces import TensorFaces
 
 
-class Patches(CudaFaces, TensorFaces, HostFaces, MetaFaces):
+class Patches(CudaFaces, TensorFaces, HostFaces, MetaFaces, FileFaces, ParallelFaces):
     """Everything that is replaced, and how it is put back."""
 
     def install(self) -> None:
@@ -31,6 +33,11 @@ class Patches(CudaFaces, TensorFaces, HostFaces, MetaFaces):
             self._parameters,
             self._files,
             self._loaders,
+            self._archives,
+            self._safetensors,
+            self._data_parallel,
+            self._distributed,
+            self._compiling,
         ):
             put_on()
 

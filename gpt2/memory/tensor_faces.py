@@ -60,6 +60,8 @@ class TensorFaces(Faces):
                 return real_bool(value)
             if values.initialising():
                 return False  # trunc_normal_ draws until no value is out of range
+            if values.validating():
+                return True
             raise values.branch("the truth of a tensor")
 
         def number(name):

@@ -6,9 +6,11 @@ once, and refuses to be compared: a program that branches on it would go a way n
 
 from __future__ import annotations
 
+import json.encoder
 import math
 import os
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 
@@ -16,11 +18,18 @@ import torch
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_PYTHON = sysconfig.get_path("stdlib") + os.sep
+_JSON = json.encoder.__file__
 _INIT = torch.nn.init.__file__
+_CHECKS = str(Path(torch.__file__).parent / "distributions" / "distribution.py")
 STAND_IN_LIMIT = 1_048_576  # elements: a larger tensor brought to the host stays without values
 
 
-class ValueReadError(RuntimeError):
+class NotSimulated(RuntimeError):
+    """The program asks for something that a simulated GPU does not have; the message begins with its line."""
+
+
+class ValueReadError(NotSimulated):
     """The program's course depends on a value that a simulation does not have."""
 
 
@@ -32,7 +41,7 @@ def user_line() -> str:
         name = frame.f_code.co_filename
         if not name.startswith((_OURS, _TORCH, "<frozen")):
             here = f"{name}:{frame.f_lineno}"
-            if f"{os.sep}site-packages{os.sep}" not in name:
+            if f"{os.sep}site-packages{os.sep}" not in name and not name.startswith(_PYTHON):
                 return f"{here} (in {inner})" if inner else here
             inner = inner or here
         frame = frame.f_back
@@ -47,6 +56,16 @@ def initialising() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def validating() -> bool:
+    """Whether torch.distributions checks its arguments: they are taken to be valid."""
+    return sys._getframe(2).f_code.co_filename == _CHECKS
+
+
+def unsupported(what: str, why: str) -> NotSimulated:
+    """The error for what is not simulated at all."""
+    return NotSimulated(f"{user_line()}: {what} is not simulated: {why}")
 
 
 def branch(what: str) -> ValueReadError:
@@ -64,25 +83,38 @@ def _warn() -> None:
     global _warned
     if not _warned:
         _warned = True
-        where, _, line = user_line().partition(" ")[0].rpartition(":")
-        text = "the value of a simulated tensor is read: it prints as nan (said once)"
-        warnings.warn_explicit(text, UserWarning, where, int(line) if line.isdigit() else 0)
+        warn("the value of a simulated tensor is read: it prints as nan (said once)")
+
+
+def warn(text: str) -> None:
+    """A warning at the program's line."""
+    where, _, line = user_line().partition(" ")[0].rpartition(":")
+    warnings.warn_explicit(text, UserWarning, where, int(line) if line.isdigit() else 0)
 
 
 class Unknown(float):
     """The stand-in for a number read from a simulated tensor. It is nan, and comparing it is an error.
 
-    `math.isnan` and its kin take it for an ordinary number while a GPU is simulated: a training loop that stops at a
-    loss that is not finite goes on.
+    `math.isnan` and its kin take it for an ordinary number while a GPU is simulated, and it equals itself and is not
+    infinite: a training loop that stops at a loss that is not finite goes on.
     """
 
-    def __new__(cls):
+    def __new__(cls, _=math.nan):  # copies are made with a value
         return super().__new__(cls, math.nan)
 
     def _refuse(self, *_):
         raise branch("a comparison or a branch")
 
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __bool__ = __int__ = __index__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __index__ = _refuse
+
+    def __eq__(self, other):
+        if other is self or isinstance(other, float) and not isinstance(other, Unknown) and math.inf == abs(other):
+            return other is self
+        return self._refuse()
+
+    def __ne__(self, other):
+        return sys._getframe(1).f_code.co_filename == _JSON or not self == other  # written as NaN
+
     __hash__ = float.__hash__
 
     def _stay(self, *_):
