@@ -129,6 +129,13 @@ def test_every_option_is_predicted(ask, option):
     assert found["fits"] and sum(row["bytes"] for row in found["ledger"]) == found["peak_allocated_bytes"]
 
 
+def test_advice_for_people_has_a_line_for_each_price(capsys):
+    assert main(["predict", "--gpu", "A40", "--batch", "1", "--limit-mib", "600", "--advise"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "Nothing makes this step fit; everything at once" in lines
+    assert "--checkpoint block: 24 % more time" in lines and lines[-1].startswith("Times are of each change alone")
+
+
 def test_table_for_people(capsys):
     assert main(["predict", *A40, "--batch", "21"]) == 0
     text = capsys.readouterr().out

@@ -116,7 +116,7 @@ def add_recipe(parser: argparse.ArgumentParser) -> None:
     add("--drop-logits", action="store_true", help="del logits before backward")
     add("--keep-gradients", action="store_true", help="zero_grad(set_to_none=False)")
     for name in _SIZES:
-        add(f"--{name}", type=at_most(name), metavar="N", help=f"another {name} than the model's")
+        add(f"--{name}", type=at_most(name), metavar="N", help=f"{name}, instead of the model's")
 
 
 def add_steps(parser: argparse.ArgumentParser, words: str) -> None:

@@ -17,7 +17,8 @@ from gpt2.study.prices import Change
 from gpt2.study.sized import SizedRecipe
 
 MOST_TOGETHER = 3
-MOST_WORK = 1_200  # layers simulated, once for each step and micro-batch, about a hundred a second; half, with a find
+MOST_WORK = 1_500  # layers simulated, once for each step and micro-batch, a good hundred a second; half, with a find
+_NO_LAYER = 4  # what else a step has, in layers
 FEW_STEPS = 2  # of a run whose segments have a fixed size: a third step peaks like the second
 _HUGE_BYTES = 2**44  # a card on which everything fits, to see how much it would take
 _HOPE = 1.3  # sets whose parts, each alone, promise more than this times the capacity are not tried together
@@ -117,7 +118,7 @@ class _Trial:
 
     def _on(self, experiment: Experiment, gpu: gpus.Gpu) -> dict:
         found = answer(predict(experiment, gpu, torch_release=self.release), owners=False)
-        self.work += experiment.recipe.size.layers * experiment.recipe.accumulate * len(found["per_step"])
+        self.work += (experiment.recipe.size.layers + _NO_LAYER) * experiment.recipe.accumulate * len(found["per_step"])
         return found
 
 
