@@ -96,3 +96,20 @@ def test_a_log_of_unknown_numbers_is_json(simulate, tmp_path):
                     "print(json.dumps(log, indent=1))\n")
     status, out, err, _ = simulate(path)
     assert status == 0 and str(json.loads(out)) == "[{'loss': nan}]", err
+
+
+def test_a_transformers_model_is_saved_and_loaded(simulate, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, torch\nfrom transformers import GPT2Config, GPT2LMHeadModel\n"
+        "config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=100, n_positions=32)\n"
+        "model = GPT2LMHeadModel(config)\nmodel.save_pretrained('host')\nmodel.cuda().save_pretrained('card')\n"
+        "for name in ('host', 'card'):\n    before = torch.cuda.memory_allocated()\n"
+        "    loaded = GPT2LMHeadModel.from_pretrained(name).cuda()\n"
+        "    assert loaded.lm_head.weight is loaded.transformer.wte.weight\n"
+        "    print(torch.cuda.memory_allocated() - before == before, os.path.getsize(f'{name}/model.safetensors'))\n"
+        "    del loaded\n")
+    status, out, err, _ = simulate(path)
+    assert status == 0, err
+    first, second = out.splitlines()
+    assert first == second and first.startswith("True ")

@@ -138,6 +138,15 @@ def test_values_read_print_as_nan_once_warned_and_refuse_comparison():
             bool(loss > 0)
 
 
+def test_addresses_tell_what_shares_memory():
+    with SimulatedGpu("A40"):
+        for device, same in (("cpu", False), ("cuda", False), ("meta", True)):
+            a, b = (torch.empty(100_000, device=device) for _ in range(2))
+            assert (a.data_ptr() == b.data_ptr()) is same, device
+            assert a[1:].data_ptr() - a.data_ptr() == (0 if same else 4), device
+            assert a[1:].untyped_storage().data_ptr() == a.data_ptr(), device
+
+
 def test_out_of_memory_is_torchs_own_error_and_the_run_goes_on():
     with SimulatedGpu("T4") as card:
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 20.00 GiB"):

@@ -7,6 +7,11 @@ Training steps are counted by optimizer steps: step n ends with the nth. Peaks a
 no allocation failed, or that the script caught what failed (`caught` lists it); it is null if the script ended for
 another reason (`error`).
 
+Tensors have shapes and no values. A number read prints as nan; a decision that needs one ends the script with one line
+that names it. Floats are taken to be finite (guards against nan and inf let the script go on, a GradScaler never skips
+a step), arguments of distributions to be valid. torch.compile runs as eager. Files that are saved have zeros for
+contents.
+
 Allocator settings come from --alloc-conf, else from PYTORCH_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF. They are read at the
 first allocation, so a script may still set them in os.environ, before or after it imports torch. PyTorch itself is
 imported before the script begins: what it reads from the environment at that moment comes from outside.

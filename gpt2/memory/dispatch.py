@@ -113,10 +113,10 @@ class Tracker(TorchDispatchMode):
         life = self.live.get(tensor.untyped_storage()._cdata)
         return life.address if life else 0
 
-    def address(self, tensor: torch.Tensor) -> int:
-        """Simulated address of the tensor's first element; 0 if it is not on the card."""
-        block = self.block(tensor)
-        return block + tensor.storage_offset() * tensor.element_size() if block else 0
+    def address(self, storage: torch.UntypedStorage) -> int:
+        """Where a storage without values begins: on the card, on meta (0), or at a number that is its own."""
+        life = self.live.get(storage._cdata)
+        return life.address if life else 0 if storage._cdata in self.own_meta else storage._cdata
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Give the tensor's storage a block, unless it has one. An empty storage has the address 0."""

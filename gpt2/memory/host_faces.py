@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 
 import torch
 from torch.utils._device import DeviceContext
@@ -88,3 +89,11 @@ class HostFaces(Faces):
             real_init(given.pop("self"), **{**given, **extra, "pin_memory": False})
 
         self.set(loader, "__init__", init)
+        self._one_thread()
+
+    def _one_thread(self) -> None:
+        """Operators are heard in one thread: transformers' threads that load weights are asked to stay away."""
+        name = "HF_DEACTIVATE_ASYNC_LOAD"  # core_model_loading.py
+        if name not in os.environ:
+            os.environ[name] = "1"
+            self.undo.callback(os.environ.pop, name, None)

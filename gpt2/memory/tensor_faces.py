@@ -27,7 +27,7 @@ class TensorFaces(Faces):
             return not tracker.inside and real_device(t).type == "meta" and knows(t)
 
         real_to, real_item, real_repr, real_bool = tensor.to, tensor.item, tensor.__repr__, tensor.__bool__
-        real_data_ptr, real_numpy, real_tolist = tensor.data_ptr, tensor.numpy, tensor.tolist
+        real_numpy, real_tolist = tensor.numpy, tensor.tolist
 
         def is_on_meta(t):
             return real_device(t).type == "meta" and (tracker.inside or tracker.is_own_meta(t))
@@ -121,11 +121,29 @@ class TensorFaces(Faces):
             ),
         )
         self.set(tensor, "__format__", lambda t, spec: format(t.item(), spec) if t.dim() == 0 else repr(t))
-        self.set(tensor, "data_ptr", lambda t: tracker.address(t) if valueless(t) else real_data_ptr(t))
+        self._addresses()
         self.set(tensor, "get_device", lambda t: 0 if is_on_cuda(t) else -1)
         self.set(tensor, "pin_memory", lambda t, device=None: t)
         self.set(tensor, "is_pinned", lambda t, device=None: not is_on_cuda(t))
         self.set(tensor, "record_stream", lambda t, stream: self.card.record_stream(t, stream))
+
+    def _addresses(self) -> None:
+        """Programs that save tell by their addresses which tensors share memory."""
+        address, real_of_tensor = self.card.tracker.address, torch.Tensor.data_ptr
+        real_of_storage = torch.UntypedStorage.data_ptr
+
+        def data_ptr(t):
+            if real_device(t).type != "meta":
+                return real_of_tensor(t)
+            begin = address(t.untyped_storage())
+            return begin + t.storage_offset() * t.element_size() if begin else 0
+
+        self.set(torch.Tensor, "data_ptr", data_ptr)
+        self.set(
+            torch.UntypedStorage,
+            "data_ptr",
+            lambda storage: address(storage) if storage.device.type == "meta" else real_of_storage(storage),
+        )
 
     def _assigning(self) -> None:
         """`x[i] = number`: to a tensor of the card the number comes as a tensor of the host.
