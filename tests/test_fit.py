@@ -102,3 +102,14 @@ def test_what_fits_for_good_is_confirmed_once():
     longer.clear()
     found = search(attempt, 5_000, first=8, most=60, confirm=attempt)
     assert found.largest == 50 and len(longer) == before + 1
+
+
+def test_a_card_that_is_full_long_before_it_fails_does_not_send_the_search_far():
+    """With expandable segments the card looks full from 160 on, and 170 still fits: each estimate is one more."""
+    def attempt(number: int) -> Trial:
+        size = min(100 * number, 16_000 + number)
+        return Trial(number, number <= 170, size, size)
+
+    found = search(attempt, 16_300, first=8, most=65_536)
+    assert found.largest == 170 and found.next.number == 171
+    assert max(trial.number for trial in found.tried) < 400 and len(found.tried) <= 16

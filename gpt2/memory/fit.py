@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 STEPS = 20  # of a run that shall be called to fit where segments are expandable
-_PATIENCE = 6  # trials by estimate; then the rest of the interval is halved
+_PATIENCE = 6  # trials by estimate; then the rest is halved, once something failed, and till then doubled
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ def search(attempt: Attempt, capacity_bytes: int, *, first: int, most: int, powe
         trials[number] = trial = attempt(number)
         low, high = (number, high) if trial.fits else (low, number)
         guess = _estimate([t for t in trials.values() if t.fits], capacity_bytes, power)
-        if guess is None or len(trials) >= _PATIENCE and high - low > 2 * stride:
+        patient = len(trials) < _PATIENCE or high - low <= 2 * stride
+        if guess is None or not patient and high <= most:
             number = (low + high) // 2
-        elif low < guess < high:
+        elif low < guess < high and patient:
             number = guess
         else:  # the estimate is behind us: look just beyond, then farther
             number = max(high - stride, low + 1) if guess >= high else min(low + stride, high - 1)
