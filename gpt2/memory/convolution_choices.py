@@ -106,24 +106,21 @@ class Choices:
 
 
 def read(path: Path = OBSERVED) -> Iterable[tuple[Shape, Engine]]:
-    """The table: a line a convolution (square images and kernels), a column a pass."""
+    """The table: a line a convolution, a column a pass."""
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
         for line in csv.DictReader(row for row in file if not row.startswith("#")):
-            sizes = {name: int(line[name]) for name in ("N", "C", "H", "K", "R", "stride", "pad", "groups")}
             for which in PASSES:
-                yield (
-                    square(which, **sizes, dtype=line["dtype"], last=line["last"], tf32=line["tf32"]),
-                    engine(line[which]),
-                )
+                yield shape(which, line), engine(line[which])
 
 
-def square(which: str, N, C, H, K, R, stride, pad, groups, dtype, last, tf32) -> Shape:
-    """One pass of a convolution with N images of C x H x H, K filters of R x R."""
+def shape(which: str, line: dict) -> Shape:
+    """One pass of a line: images and kernels are square, or with dims 1 have a height of 1."""
+    names = ("N", "C", "H", "K", "R", "stride", "pad", "groups", "dims")
+    N, C, H, K, R, stride, pad, groups, dims = (int(line[name]) for name in names)
+    last, tf32 = (str(line[name]) == "True" for name in ("last", "tf32"))
     out = (H + 2 * pad - R) // stride + 1
-    true = (True, "True", "1")
-    return Shape(
-        which, dtype, N, C, K, (H, H), (R, R), (out, out), (stride, stride), groups, last in true, tf32 in true
-    )
+    image, kernel, out, stride = ((size if dims == 2 else 1, size) for size in (H, R, out, stride))
+    return Shape(which, line["dtype"], N, C, K, image, kernel, out, stride, groups, last, tf32)
 
 
 @functools.cache

@@ -13,9 +13,9 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gpt2.memory.convolution_choices import OBSERVED, PASSES
+from gpt2.memory.convolution_choices import OBSERVED, PASSES, shape
 from gpt2.study import paths
-from gpt2.study.convolution_tags import SHAPE, chosen, shape
+from gpt2.study.convolution_tags import SHAPE, chosen
 
 RECORDED = "measured/h200/convolution-probes.csv.gz"
 
@@ -42,7 +42,7 @@ def unpacked(path: Path) -> tuple[dict, list[dict]]:
 def choices(lines: Iterable[dict]) -> Iterator[dict]:
     """Each line with engines instead of tags."""
     for line in lines:
-        engines = {which: chosen(shape(line, which), int(line[f"{which}_bytes"]), line[which]) for which in PASSES}
+        engines = {which: chosen(shape(which, line), int(line[f"{which}_bytes"]), line[which]) for which in PASSES}
         yield line | {which: str(engine) for which, engine in engines.items()}
 
 

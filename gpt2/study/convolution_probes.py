@@ -29,16 +29,17 @@ SECONDS = 300  # the likeliest come first
 
 def passes(row: dict) -> Iterator[tuple[str, Callable]]:
     """The three passes of one convolution."""
-    dtype, groups = DTYPES[row["dtype"]], row["groups"]
+    dtype, groups, dims = DTYPES[row["dtype"]], row["groups"], row["dims"]
     torch.backends.cudnn.allow_tf32 = row["tf32"]
     layout = torch.channels_last if row["last"] else torch.contiguous_format
 
-    def half(*sizes):
+    def half(count, channels, size):
+        sizes = (count, channels, *[size] * dims)
         return torch.empty(sizes, device="cuda", dtype=dtype, memory_format=layout).fill_(0.5)
 
-    x = half(row["N"], row["C"], row["H"], row["H"])
-    w = half(row["K"], row["C"] // groups, row["R"], row["R"])
-    where = ([row["stride"]] * 2, [row["pad"]] * 2, [1, 1], False, [0, 0], groups)
+    x = half(row["N"], row["C"], row["H"])
+    w = half(row["K"], row["C"] // groups, row["R"])
+    where = ([row["stride"]] * dims, [row["pad"]] * dims, [1] * dims, False, [0] * dims, groups)
     dy = torch.empty_like(torch.ops.aten.convolution(x, w, None, *where)).fill_(0.5)
     yield FORWARD, lambda: torch.ops.aten.convolution(x, w, None, *where)
     for name, mask in ((INPUT, [True, False, False]), (WEIGHT, [False, True, False])):

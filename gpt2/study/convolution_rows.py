@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 
 from gpt2.study.convolution_tags import SHAPE
 
@@ -120,10 +121,48 @@ def somewhere(count: int) -> Iterator[tuple]:
                kernel, pick.choice((1, 1, 1, 2)), pick.choice((0, kernel // 2, kernel // 2)), 1)
 
 
+def small_nets() -> Iterator[tuple]:
+    """Nets for small images, and widths that are no power of two."""
+    for width in (48, 96):
+        yield from ((3, 32, width, 3, 1, 1, 1), (width, 32, width, 3, 1, 1, 1), (width, 32, 2 * width, 3, 1, 1, 1),
+                    (width, 16, 2 * width, 3, 1, 1, 1), (2 * width, 16, 2 * width, 3, 1, 1, 1),
+                    (2 * width, 8, 4 * width, 3, 1, 1, 1), (4 * width, 8, 4 * width, 3, 1, 1, 1))
+    for width, size in ((48, 128), (96, 64), (192, 32), (384, 16), (48, 96), (96, 48), (192, 24), (384, 12),
+                        (24, 128), (40, 64), (80, 32)):
+        yield from ((width, size, width, 3, 1, 1, 1), (2 * width, size, width, 3, 1, 1, 1),
+                    (width, size // 2, 2 * width, 3, 1, 1, 1), (width, size, 2 * width, 2, 2, 0, 1))
+    for net in nets():
+        if net[1] <= 32 and net[0] <= 256:
+            yield net
+
+
+def sounds() -> Iterator[tuple]:
+    """Convolutions in one dimension: of waves, spectra, texts and sequences of features."""
+    yield from ((1, 16000, 64, 9, 2, 4, 1), (64, 8000, 64, 5, 2, 2, 1), (64, 4000, 128, 5, 2, 2, 1),
+                (128, 2000, 128, 5, 2, 2, 1), (128, 1000, 256, 5, 2, 2, 1), (1, 16000, 512, 10, 5, 0, 1),
+                (512, 3199, 512, 3, 2, 0, 1), (512, 1599, 512, 3, 2, 0, 1), (512, 799, 512, 2, 2, 0, 1),
+                (80, 3000, 384, 3, 1, 1, 1), (384, 3000, 384, 3, 2, 1, 1), (80, 3000, 512, 3, 1, 1, 1),
+                (512, 3000, 512, 3, 2, 1, 1), (64, 1000, 64, 3, 1, 1, 1), (64, 1000, 64, 7, 1, 3, 1),
+                (64, 1000, 64, 1, 1, 0, 1), (32, 1000, 64, 5, 1, 2, 1), (12, 5000, 64, 7, 2, 3, 1),
+                (64, 2500, 128, 7, 2, 3, 1), (128, 500, 256, 3, 1, 1, 1), (256, 500, 256, 3, 1, 1, 1),
+                (64, 8000, 128, 3, 1, 1, 1), (128, 8000, 128, 3, 1, 1, 1), (300, 128, 100, 3, 1, 1, 1),
+                (300, 128, 100, 5, 1, 2, 1), (768, 512, 768, 3, 1, 1, 1), (256, 512, 1024, 1, 1, 0, 1),
+                (1024, 512, 256, 1, 1, 0, 1), (256, 500, 256, 31, 1, 15, 256), (512, 500, 512, 31, 1, 15, 512),
+                (64, 1000, 64, 3, 1, 1, 64), (128, 4000, 64, 4, 2, 1, 1), (256, 2000, 128, 16, 8, 4, 1),
+                (32, 8000, 64, 4, 2, 1, 1), (1, 784, 16, 3, 1, 1, 1), (16, 392, 32, 3, 1, 1, 1),
+                (1, 512, 32, 8, 4, 2, 1))
+
+
 def configurations() -> Iterator[dict]:
     """Every convolution, the likeliest first; none is too large for a card."""
     seen = set()
     plain = ("fp32", False, True)
+
+    def in_one_dimension():
+        for N in (16, 32, 8, 64, 4, 128):
+            for dtype in ("fp32", "bf16"):
+                for net in sounds():
+                    yield (N, *net, dtype, False, True)
 
     def rows():
         for N in (16, 8, 32, 64, 4):
@@ -162,16 +201,25 @@ def configurations() -> Iterator[dict]:
         for N in (4, 64):
             for net in nets():
                 yield (N, *net, "bf16", False, True)
+        for N, dtype in ((128, "fp32"), (24, "fp32"), (48, "fp32"), (128, "bf16"), (12, "fp32"), (24, "bf16")):
+            for net in nets():
+                yield (N, *net, dtype, False, True)
+        for N in (128, 100, 256, 8, 16):
+            for dtype in ("fp32", "bf16"):
+                for net in small_nets():
+                    yield (N, *net, dtype, False, True)
         for net in nets():
             yield (8, *net, "fp32", False, False)
 
-    for row in rows():
-        if row in seen:
-            continue
-        seen.add(row)
-        N, C, H, K, R, stride, pad, groups = row[:8]
-        out = (H + 2 * pad - R) // stride + 1
-        if out < 1 or max(N * C * H * H, N * K * out * out) > MOST_ELEMENTS:
-            continue
-        if 2 * N * K * C // groups * R * R * out * out <= MOST_OPERATIONS:
+    for row in chain(((*row, 2) for row in rows()), ((*row, 1) for row in in_one_dimension())):
+        if row not in seen and small_enough(*row[:8], row[-1]):
             yield dict(zip(SHAPE, row, strict=True))
+        seen.add(row)
+
+
+def small_enough(N, C, H, K, R, stride, pad, groups, dims) -> bool:
+    """Whether it is a convolution at all, and no burden for a card."""
+    out = (H + 2 * pad - R) // stride + 1
+    if out < 1 or N * max(C * H**dims, K * out**dims) > MOST_ELEMENTS:
+        return False
+    return 2 * N * K * C // groups * (R * out) ** dims <= MOST_OPERATIONS

@@ -11,10 +11,10 @@ import itertools
 import math
 import re
 
-from gpt2.memory.convolution_choices import PASSES, square
+from gpt2.memory.convolution_choices import PASSES
 from gpt2.memory.convolution_engines import FORWARD, INPUT, NOTHING, WEIGHT, Engine, Shape, workspace
 
-SHAPE = ("N", "C", "H", "K", "R", "stride", "pad", "groups", "dtype", "last", "tf32")
+SHAPE = ("N", "C", "H", "K", "R", "stride", "pad", "groups", "dtype", "last", "tf32", "dims")
 COLUMNS = (*SHAPE, *(f"{name}_bytes" for name in PASSES), *PASSES)
 MAIN = "*"
 MOST_BLOCKS = 2 * 132  # that share tiles: two on each SM of an H200
@@ -79,9 +79,9 @@ def reduced(row: dict) -> dict:
     """One recorded convolution as a line: of each pass, the bytes taken besides its result, and the tag."""
     out = (row["H"] + 2 * row["pad"] - row["R"]) // row["stride"] + 1
     made = {
-        FORWARD: row["N"] * row["K"] * out**2,
-        INPUT: row["N"] * row["C"] * row["H"] ** 2,
-        WEIGHT: row["K"] * row["C"] // row["groups"] * row["R"] ** 2,
+        FORWARD: row["N"] * row["K"] * out ** row["dims"],
+        INPUT: row["N"] * row["C"] * row["H"] ** row["dims"],
+        WEIGHT: row["K"] * row["C"] // row["groups"] * row["R"] ** row["dims"],
     }
     line = {name: row[name] for name in SHAPE}
     for name in PASSES:
@@ -92,11 +92,6 @@ def reduced(row: dict) -> dict:
         line[f"{name}_bytes"] = max(taken, default=0)
         line[name] = tag(row.get(f"{name} kernels") or [])
     return line
-
-
-def shape(line: dict, which: str) -> Shape:
-    """One pass of a line."""
-    return square(which, *(int(line[name]) for name in SHAPE[:8]), *(line[name] for name in SHAPE[8:]))
 
 
 def _multiples(channels: int, own: int) -> list[int]:
