@@ -21,11 +21,9 @@ MADE = {name: make for name, make in probes.probes() if "error" not in RECORDED.
 
 # What depends on values is refused, with the program's line.
 REFUSED = ("bool index", "nonzero", "unique", "bincount", "allclose")
-WORKSPACE = "cuDNN's choice is not published, and this one not observed: gpt2/memory/convolution_choices.py"
 DIFFERENT = {  # (probe, "forward" or "backward"): why
     ("print", "forward"): "printing computes on the values; a simulated tensor has none and prints its shape",
     ("svd", "forward"): "cuSOLVER's workspaces are not modelled",
-    ("conv 64,3,64,32,3,1,1 torch.bfloat16", "backward"): WORKSPACE,
 }
 
 
