@@ -5,16 +5,17 @@ cuDNN's heuristic is not published, and the recording shows that it is no formul
 81); with 24 to 128 images it is 13, with 6 or 8 it is 3. The same few numbers of pieces come back everywhere, and
 decision trees grown on the recording are right about 65 to 85 % of the engines that they were not grown on. It looks
 like a table of tuned convolutions, and so it is modelled: convolution_choices.csv.gz holds the engine of each pass of
-6,147 convolutions observed on an H200 (cuDNN 9.19; `python -m gpt2.study.convolution_choices` makes it of the
+7,688 convolutions observed on an H200 (cuDNN 9.19; `python -m gpt2.study.convolution_choices` makes it of the
 recording). One that is not in it takes the engine for which its nearest five vote.
 
-How often that meets what cuDNN does, on convolutions left out of the table: to the byte in 74 % of the passes, within
-2 % of workspace and tensors in 85 % (by pass and dtype: MET in tests/test_convolution.py); on the average it says 2 %
+How often that meets what cuDNN does, on convolutions left out of the table: to the byte in 76 % of the passes, within
+2 % of workspace and tensors in 86 % (by pass and dtype: MET in tests/test_convolution.py); on the average it says 2 %
 too much. Weight gradients and channels-last fp32 are the worst. Without TF32 cuDNN takes Fourier transforms, with
-workspaces of up to 9 GB; there only nets at a batch of 16 were observed.
+workspaces of up to 9 GB; there only nets at batches of 8 and 16 were observed.
 
-Not observed: 3-d and dilated convolutions (taken as needing nothing, and as if not dilated); other cards and cuDNN
-releases (taken as an H200 with 9.19); `cudnn.benchmark`, which chooses by timing.
+Not observed: convolutions of one dimension or of images that are not square (taken as the square ones of as many
+points); 3-d and dilated ones (taken as needing nothing, and as if not dilated); other cards and cuDNN releases (taken
+as an H200 with 9.19); `cudnn.benchmark`, which chooses by timing.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ partial results besides, in fp32:
 * bytes: what no formula was found for (1 % of the passes recorded), as recorded.
 
 `rest` is what stands beside them: 16 for a conversion, 131 where a kernel keeps its parameters on the card, counters.
-Found in 18,441 passes recorded on an H200 with the names and grids of their kernels (cuDNN 9.19;
+Found in 23,064 passes recorded on an H200 with the names and grids of their kernels (cuDNN 9.19;
 results/measured/h200/convolution-probes.csv.gz). What is converted and how often W or tiles are kept was read off names
 and grids, and agrees with the bytes; `rest`, and the `count` of tiles, were read off the bytes.
 """
