@@ -9,6 +9,7 @@ import pytest
 
 from gpt2.cli import main
 from gpt2.memory import gpus
+from gpt2.memory.trace import Trace
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -171,6 +172,21 @@ def test_trace_and_snapshot_are_saved(simulate, tmp_path, capfd):
         assert json.loads(capfd.readouterr().out)["peak"]["allocated_bytes"] == found["peak_allocated_bytes"]
     assert main(["diff", str(trace), str(trace)]) == 0
     assert capfd.readouterr().out.startswith("identical")
+
+
+def test_a_script_that_takes_nothing_leaves_a_trace_without_events(simulate, tmp_path):
+    (tmp_path / "nothing.py").write_text("print('no card')\n")
+    status, _, _, found = simulate(str(tmp_path / "nothing.py"), options=("--gpu", "A40", "--trace", "t.json.gz"))
+    assert status == 0 and found["peak_allocated_bytes"] == 0 and len(Trace.load(tmp_path / "t.json.gz")) == 0
+
+
+def test_torchscript_stays_python(simulate, tmp_path):
+    (tmp_path / "scripted.py").write_text(
+        "import torch\n@torch.jit.script\ndef twice(x):\n    return x + torch.tensor(2.0)\n"
+        "print(twice(torch.ones(256, device='cuda')).shape)\n")
+    status, out, err, found = simulate(str(tmp_path / "scripted.py"))
+    assert status == 0 and "torch.Size([256])" in out, err
+    assert found["peak_allocated_bytes"] == 2 * 1024
 
 
 def test_who_keeps_the_peak_alive(simulate):

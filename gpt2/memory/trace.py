@@ -147,9 +147,7 @@ class Trace:
 
     def save(self, path: str | Path) -> None:
         """Write columnar, gzipped JSON: bytes are the same for the same trace. Atomic."""
-        columns = {
-            name: _pack(values) for name, values in zip(Event._fields, zip(*self.events, strict=True), strict=True)
-        }
+        columns = {name: _pack([event[i] for event in self.events]) for i, name in enumerate(Event._fields)}
         document = {"format": 1, "meta": self.meta, "marks": self.marks, "stacks": self.stacks, "events": columns}
         text = json.dumps(document, separators=(",", ":"))
         temporary = Path(f"{path}.{os.getpid()}.tmp")
