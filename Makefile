@@ -36,13 +36,13 @@ accuracy: venv  ## predict every committed recording again, and say which are eq
 	@$(RUN) -m gpt2.study.accuracy $(ARGS)
 
 lab: venv  ## open the notebooks in JupyterLab
-	@$(RUN) -m gpt2.study.lab $(ARGS)
+	@$(RUN) -m gpt2.study.jupyter.lab $(ARGS)
 
 figures: venv  ## run the notebooks again and redraw every figure, also what is up to date
 	@$(RUN) -m gpt2.study.notebooks run --force $(ARGS)
 
 html: venv  ## the study as a site to read, in build/site: no kernel, no network, works from a file
-	@$(RUN) -m gpt2.study.site
+	@$(RUN) -m gpt2.study.site.build
 
 bench: venv  ## how quick and how exact a prediction is, beside the other ways to get one without a GPU
 	@$(RUN) -m gpt2.study.bench $(ARGS)

@@ -7,8 +7,9 @@ import pytest
 from gpt2.memory import gpus
 from gpt2.memory.fit import STEPS
 from gpt2.step import Recipe
-from gpt2.study import advise, prices, recorded
+from gpt2.study import advise, recorded
 from gpt2.study.experiments import A40_FREE_MIB, EXPANDABLE, Experiment, predict
+from gpt2.study.savings import prices
 
 A40, H200 = gpus.find("A40"), gpus.find("H200")
 

@@ -19,7 +19,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from gpt2.cli import main
-from gpt2.study import clean, lab, paths
+from gpt2.study import paths
+from gpt2.study.jupyter import clean, lab
 
 SOURCES = sorted((paths.ROOT / "notebooks").glob("*.ipynb"))
 WITH_WIDGETS = [source.name for source in SOURCES if "widgets." in source.read_text(encoding="utf-8")]
@@ -65,7 +66,7 @@ def folder(tmp_path_factory) -> Path:
         save(shown / source.name, *cells)
     cells = [new_code_cell("import ipywidgets as widgets"), new_code_cell(SLIDER), new_code_cell("print('the', 'end')")]
     save(shown / "tiny.ipynb", new_markdown_cell("# Does the slider move?"), *cells)
-    start = "from gpt2.study import widgets\nfrom gpt2.study.calculator import by_simulation"
+    start = "from gpt2.study import widgets\nfrom gpt2.study.interactive.calculator import by_simulation"
     save(shown / "knobs.ipynb", *map(new_code_cell, (start, CALCULATOR, COUNTED)))
     return shown
 

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from gpt2.memory import convolution
-from gpt2.memory import convolution_choices as choices
-from gpt2.memory.convolution_engines import FORWARD, INPUT, WEIGHT, Shape, engine, workspace
-from gpt2.study import convolution_choices as made
-from gpt2.study import convolution_probes, convolution_rows, kernel_runs, paths
-from gpt2.study import convolution_tags as tags
+from gpt2.memory.kernels import convolution
+from gpt2.memory.kernels import convolution_choices as choices
+from gpt2.memory.kernels.convolution_engines import FORWARD, INPUT, WEIGHT, Shape, engine, workspace
+from gpt2.study import paths
+from gpt2.study.probes import convolution_choices as made
+from gpt2.study.probes import convolution_rows, convolutions, runs
+from gpt2.study.probes import convolution_tags as tags
 
 FACTS, LINES = made.unpacked(paths.ROOT / "results" / made.RECORDED)
 ASKED = [(choices.shape(which, line), int(line[f"{which}_bytes"])) for line in LINES for which in tags.PASSES]
@@ -181,7 +182,7 @@ def test_kernels_stand_between_the_marks_of_a_profile():
     mark = {"cat": "kernel", "name": "at::cuda::sleep::spin_kernel(long)", "args": {}}
     ran = {"cat": "kernel", "name": "conv", "args": {"grid": [1, 2, 3], "block": [32, 1, 1]}}
     events = [ran | {"ts": 0}, mark | {"ts": 3}, ran | {"ts": 2}, mark | {"ts": 1}, {"cat": "cpu_op", "ts": 2}]
-    assert kernel_runs.kernels(events) == [[["conv", [1, 2, 3], [32, 1, 1]]], []]
+    assert runs.kernels(events) == [[["conv", [1, 2, 3], [32, 1, 1]]], []]
 
 
 def test_what_is_recorded_is_on_the_list_of_what_to_record():
@@ -191,7 +192,7 @@ def test_what_is_recorded_is_on_the_list_of_what_to_record():
 
 def test_a_second_run_keeps_the_lines_of_the_first_on_the_same_card_and_releases(tmp_path):
     place = tmp_path / "convolution-probes.csv.gz"
-    assert convolution_probes.recorded(place, FACTS) == []
+    assert convolutions.recorded(place, FACTS) == []
     place.write_bytes(made.packed(tags.COLUMNS, LINES[:3], FACTS))
-    assert convolution_probes.recorded(place, FACTS) == LINES[:3]
-    assert convolution_probes.recorded(place, FACTS | {"cudnn": 92000}) == []
+    assert convolutions.recorded(place, FACTS) == LINES[:3]
+    assert convolutions.recorded(place, FACTS | {"cudnn": 92000}) == []

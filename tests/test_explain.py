@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from gpt2.memory.candidates import candidates, segment_of
+from gpt2.memory.caching.out_of_memory import OutOfMemory, format_size
 from gpt2.memory.explain import explain
-from gpt2.memory.oom_message import read
-from gpt2.memory.out_of_memory import OutOfMemory, format_size
-from gpt2.memory.progress import block_bytes, parameter_count
+from gpt2.memory.explaining.candidates import candidates, segment_of
+from gpt2.memory.explaining.oom_message import read
+from gpt2.memory.explaining.progress import block_bytes, parameter_count
 from gpt2.memory.trace import Trace
 from gpt2.model import SIZES, size
 

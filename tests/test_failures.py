@@ -3,10 +3,11 @@
 import pytest
 
 from gpt2.memory.explain import explain
-from gpt2.memory.layout import fragmentation as fragmentation_at
+from gpt2.memory.reading.layout import fragmentation as fragmentation_at
 from gpt2.step import Recipe
-from gpt2.study import failures, failures_bugs, failures_growth, figures_failures
-from gpt2.study.failures import EXPANDABLE, MIB
+from gpt2.study import figures
+from gpt2.study.findings import bugs, failures, growth
+from gpt2.study.findings.failures import EXPANDABLE, MIB
 
 CARD = {"gpu": "A40", "torch_release": "2.5.1"}
 FIRST = Recipe(batch=2, length=128)
@@ -54,39 +55,39 @@ def test_at_the_loss_a_chunked_loss_repairs_and_an_optimizer_does_not():
 
 
 def test_what_each_habit_adds_per_step():
-    table = failures_growth.growth(**CARD)
-    last = table[table["step"] == failures_growth.STEPS].set_index("habit")["growth_bytes"].to_dict()
-    graph = 9 * failures_growth.OUT_BYTES  # two hidden tensors of four outputs each, and the output
+    table = growth.growth(**CARD)
+    last = table[table["step"] == growth.STEPS].set_index("habit")["growth_bytes"].to_dict()
+    graph = 9 * growth.OUT_BYTES  # two hidden tensors of four outputs each, and the output
     assert last == {
         "total + loss, after backward": 0, "total + loss, no backward": graph, "append(loss), no backward": graph + 512,
         "append(loss), after backward": 512, "append(loss.item())": 0, "total + loss, no_grad": 0,
-        "append(outputs), no_grad": failures_growth.OUT_BYTES}
+        "append(outputs), no_grad": growth.OUT_BYTES}
     assert len(set(table[table["habit"] == "total + loss, no backward"]["growth_bytes"][1:])) == 1, "every step alike"
 
 
 def test_an_output_held_over_raises_the_next_peak_by_just_its_bytes():
-    first, second, third = failures_growth.held_over(delete=False, **CARD)
-    assert (second - first, third - second) == (failures_growth.OUT_BYTES, 0)
-    first, second, third = failures_growth.held_over(delete=True, **CARD)
+    first, second, third = growth.held_over(delete=False, **CARD)
+    assert (second - first, third - second) == (growth.OUT_BYTES, 0)
+    first, second, third = growth.held_over(delete=True, **CARD)
     assert first == second == third
 
 
 def test_hooks_keep_what_they_store():
-    assert failures_growth.kept_by_hooks("outputs", **CARD) == 9 * failures_growth.OUT_BYTES
-    assert failures_growth.kept_by_hooks("numbers", **CARD) == 0
+    assert growth.kept_by_hooks("outputs", **CARD) == 9 * growth.OUT_BYTES
+    assert growth.kept_by_hooks("numbers", **CARD) == 0
 
 
 def test_hooks_are_taken_away_in_any_case():
     from torch import nn
 
     net = nn.Sequential(nn.Linear(2, 2))
-    with pytest.raises(KeyError), failures_growth.hooked(net, lambda *args: None):
+    with pytest.raises(KeyError), growth.hooked(net, lambda *args: None):
         raise KeyError
     assert not net[0]._forward_hooks
 
 
 def test_a_caught_error_keeps_the_locals_of_where_it_was_raised():
-    found, read = failures_growth.caught(**CARD)
+    found, read = growth.caught(**CARD)
     assert [size for _, size in read] == [500 * MIB, 500 * MIB, 0]
     assert found.message == "" and [e.action for e in found.trace.events].count("oom") == 1
 
@@ -138,45 +139,45 @@ def test_two_settings_that_do_not_go_together():
 
 
 def test_a_slice_of_the_wrong_dimension_is_noticed_after_a_whole_forward():
-    wrong, right = failures_bugs.wrong_dimension(**CARD).frame.to_dict("records")
+    wrong, right = bugs.wrong_dimension(**CARD).frame.to_dict("records")
     assert (wrong["inputs"], wrong["targets"]) == ((8, 513), (7, 513))
     assert wrong["what it says"] == "Expected input batch_size (4104) to match target batch_size (3591)."
     assert wrong["taken by the forward (MiB)"] > 5_000 and right["what it says"] == "nothing"
 
 
 def test_reshape_copies_where_view_cannot():
-    _, view, reshape = failures_bugs.view_or_reshape(**CARD).frame.to_dict("records")
+    _, view, reshape = bugs.view_or_reshape(**CARD).frame.to_dict("records")
     assert "view size is not compatible" in view["what it says"] and view["takes (bytes)"] == 0
     assert reshape["takes (bytes)"] == 8 * 1024 * 8
 
 
 def test_initialising_too_early_costs_no_byte_and_the_loss():
-    right, wrong = failures_bugs.initialised_too_early().frame.to_dict("records")
+    right, wrong = bugs.initialised_too_early().frame.to_dict("records")
     assert right["weights (bytes)"] == wrong["weights (bytes)"]
     assert 10.8 < right["first loss (nats)"] < 11.2 and wrong["first loss (nats)"] > 100
 
 
 def test_a_view_keeps_its_parent():
-    found = failures_bugs.cached(**CARD)
+    found = bugs.cached(**CARD)
     assert found == {"views of c_x": 864 * MIB, "copies of k and v": 576 * MIB, "not returned": 0}
 
 
 def test_the_name_logits_keeps_its_tensor():
-    found = failures_bugs.logits_held(batch=1, **CARD)
+    found = bugs.logits_held(batch=1, **CARD)
     size = 1 * 1024 * 50_257 * 4
     (release,) = [r for r in found.releases if r.names == ("logits",)]
     assert size <= release.held_bytes < size + MIB
-    assert len(failures_bugs.keepers_table(found).frame) == 10
-    assert failures_bugs.releases_table(found).frame.iloc[0]["frees (bytes)"] == release.held_bytes
+    assert len(bugs.keepers_table(found).frame) == 10
+    assert bugs.releases_table(found).frame.iloc[0]["frees (bytes)"] == release.held_bytes
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------
 
 
 def test_labels_of_the_growth_figure_do_not_touch():
-    figure = figures_failures.growth_by_habit(failures_growth.growth(3, **CARD))
+    figure = figures.growth_by_habit(growth.growth(3, **CARD))
     figure.draw_without_rendering()
-    names = [text for text in figure.axes[0].texts if text.get_text() in failures_growth.HABITS]
+    names = [text for text in figure.axes[0].texts if text.get_text() in growth.HABITS]
     boxes = sorted((text.get_window_extent() for text in names), key=lambda box: box.y0)
-    assert len(boxes) == len(failures_growth.HABITS)
+    assert len(boxes) == len(growth.HABITS)
     assert all(low.y1 <= high.y0 + 2 for low, high in zip(boxes, boxes[1:], strict=False))

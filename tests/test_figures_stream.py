@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 from test_figures import overlap, texts
 
-from gpt2.study import figures, figures_stream
+from gpt2.study import figures
+from gpt2.study.figures import stream
 from gpt2.study.results import save_figure
 
 CAPTION = "GPT-2 124M, batch 8 x 1,024, bf16, AdamW foreach · torch 2.11.0 · recorded on NVIDIA H200 on 2026-11-29"
@@ -38,7 +39,7 @@ def drawn(name: str):
     arguments = {"by_kind": ({"fp32": _kinds(2.0), "bf16, fused attention": _kinds(0.4)},), "waiting": (waits,),
                  "lead": ({"fp32": steps, "bf16-sdpa": steps},), "rates": (updates, 4.2),
                  "late_loader": ({"prompt": _strip(1), "20 ms late": _strip(21)},)}
-    return getattr(figures_stream, name)(*arguments[name], subtitle=CAPTION)
+    return getattr(stream, name)(*arguments[name], subtitle=CAPTION)
 
 
 every = pytest.mark.parametrize("name", ["by_kind", "lead", "waiting", "late_loader", "rates"])
@@ -61,5 +62,5 @@ def test_alt_text_and_bytes(name, tmp_path, monkeypatch):
 
 
 def test_a_gap_is_from_the_last_kernel_of_a_step_to_the_first_of_the_next():
-    gaps = figures_stream._holes(_strip(20))
+    gaps = stream._holes(_strip(20))
     assert len(gaps) == 2 and gaps[0][1] - gaps[0][0] == pytest.approx(50 - 98 * 0.3 - 0.28)

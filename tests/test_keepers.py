@@ -7,10 +7,10 @@ import textwrap
 import pytest
 
 from gpt2 import model
-from gpt2.memory.holders import look
-from gpt2.memory.keepers import LARGE, at_event, first_run, keepers
+from gpt2.memory.keeping.holders import look
+from gpt2.memory.keeping.keepers import LARGE, at_event, first_run, keepers
+from gpt2.memory.keeping.unread import is_unread, statement
 from gpt2.memory.simulator import SimulatedGpu
-from gpt2.memory.unread import is_unread, statement
 from gpt2.step import Recipe
 from gpt2.study.experiments import Experiment
 

@@ -12,12 +12,12 @@ import pytest
 
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.values import ValueReadError
-from gpt2.study import probes
+from gpt2.study.probes import kernels
 
 RECORDED = json.loads(
     (Path(__file__).parents[1] / "results/measured/h200/kernel-probes.json").read_text(encoding="utf-8")
 )["probes"]
-MADE = {name: make for name, make in probes.probes() if "error" not in RECORDED.get(name, {"error": ""})}
+MADE = {name: make for name, make in kernels.probes() if "error" not in RECORDED.get(name, {"error": ""})}
 
 # What depends on values is refused, with the program's line.
 REFUSED = ("bool index", "nonzero", "unique", "bincount", "allclose")
@@ -35,7 +35,7 @@ def card():
 
 @pytest.fixture
 def probe(card, monkeypatch):
-    """Runs a probe as `gpt2.study.probes` does, with the simulated card's own events for a history."""
+    """Runs a probe as `gpt2.study.probes.kernels` does, with the simulated card's own events for a history."""
 
     def history(function):
         start = len(card.events)
@@ -46,8 +46,8 @@ def probe(card, monkeypatch):
             if e.action in ("alloc", "free")
         ]
 
-    monkeypatch.setattr(probes, "_history", history)
-    return lambda name: probes.probe(MADE[name])
+    monkeypatch.setattr(kernels, "_history", history)
+    return lambda name: kernels.probe(MADE[name])
 
 
 def normal(events):
@@ -78,7 +78,7 @@ def test_allocations_are_those_of_the_card(probe, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_operator_whose_size_depends_on_values_is_refused_with_the_line(probe, name):
-    with pytest.raises(ValueReadError, match=r"probes\.py:\d+: .*needs the value of a tensor"):
+    with pytest.raises(ValueReadError, match=r"kernels\.py:\d+: .*needs the value of a tensor"):
         probe(name)
 
 

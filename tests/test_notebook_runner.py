@@ -17,7 +17,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from gpt2.study import clean, notebooks, parameters, paths
+from gpt2.study import notebooks, paths
+from gpt2.study.jupyter import clean, parameters
 
 LIMITS = {"study": {"parameters": {"batch": {"min": 1, "max": 64}, "gpu": {"choices": ["A40", "H200"]},
                                    "lengths": {"min": 1, "max": 1024}}}}  # fmt: skip

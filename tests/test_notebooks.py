@@ -11,7 +11,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from gpt2.study import clean, parameters, paths
+from gpt2.study import paths
+from gpt2.study.jupyter import clean, parameters
 
 SOURCES = sorted((paths.ROOT / "notebooks").glob("*.ipynb"))
 LONGEST_CELL = 12

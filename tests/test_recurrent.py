@@ -1,7 +1,7 @@
 """Recurrent nets on a simulated H200 against a real one: cuDNN's own answers, and every allocation of whole calls.
 
-The recordings are results/measured/h200/recurrent-sizes.csv.gz (gpt2/study/recurrent_sizes.py) and
-recurrent-probes.json.gz (gpt2/study/recurrent_probes.py): torch 2.11.0+cu130, cuDNN 9.19.
+The recordings are results/measured/h200/recurrent-sizes.csv.gz (gpt2/study/probes/recurrent_sizes.py) and
+recurrent-probes.json.gz (gpt2/study/probes/recurrent.py): torch 2.11.0+cu130, cuDNN 9.19.
 """
 
 import csv
@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from gpt2.memory.recurrent_sizes import SMALL, STANDARD, STATIC, Net, algorithm
+from gpt2.memory.kernels.recurrent_sizes import SMALL, STANDARD, STATIC, Net, algorithm
 from gpt2.memory.simulator import SimulatedGpu
-from gpt2.study import recurrent_probes
-from gpt2.study.recurrent_sizes import DTYPES, rule
+from gpt2.study.probes import recurrent
+from gpt2.study.probes.recurrent_sizes import DTYPES, rule
 
 MEASURED = Path(__file__).parents[1] / "results/measured/h200"
 ROWS = json.loads(gzip.decompress((MEASURED / "recurrent-probes.json.gz").read_bytes()))["rows"]
@@ -57,7 +57,7 @@ def normal(sizes):
     return out + sorted(frees)
 
 
-@pytest.mark.parametrize("kind", recurrent_probes.KINDS)
+@pytest.mark.parametrize("kind", recurrent.KINDS)
 def test_allocations_of_whole_calls_are_those_of_the_card(kind, monkeypatch):
     wrong = []
     with SimulatedGpu("H200", torch="2.11.0") as card:
@@ -68,17 +68,17 @@ def test_allocations_of_whole_calls_are_those_of_the_card(kind, monkeypatch):
             signs = {"alloc": 1, "free": -1}
             return [signs[e.action] * e.requested_bytes for e in card.events[start:] if e.action in signs]
 
-        monkeypatch.setattr(recurrent_probes, "_history", history)
+        monkeypatch.setattr(recurrent, "_history", history)
         for row in ROWS:
             if row["kind"] == kind:
                 net = {key: value for key, value in row.items() if key not in PASSES}
-                got = recurrent_probes.probe(net)
+                got = recurrent.probe(net)
                 wrong += [(net, name) for name in PASSES if normal(got[name]) != normal(row[name])]
     assert not wrong, f"{len(wrong)}: {wrong[:5]}"
 
 
 def test_rows_are_those_of_the_program():
-    assert [{k: v for k, v in row.items() if k not in PASSES} for row in ROWS] == list(recurrent_probes.nets())
+    assert [{k: v for k, v in row.items() if k not in PASSES} for row in ROWS] == list(recurrent.nets())
 
 
 def test_the_dropout_state_is_made_once():

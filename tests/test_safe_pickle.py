@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from gpt2.memory.safe_pickle import Limits, SnapshotError, loads
+from gpt2.memory.reading.safe_pickle import Limits, SnapshotError, loads
 from gpt2.memory.snapshot import read, to_trace
 from gpt2.memory.summary import summary
 from tests import recordings

@@ -12,12 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.step import Recipe, Training
-from gpt2.study import results, runs, savings_boundaries, savings_limits, savings_tables, savings_timing
+from gpt2.study import results, runs
 from gpt2.study.backends import attention_backend
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
 from gpt2.study.paths import ROOT
-from gpt2.study.savings_ladder import LADDER, LENGTHS, LIMIT_MIB, SAVINGS, SINGLES, by_key
-from gpt2.study.savings_predict import GPU, RELEASE, at_peak, cast_weights
+from gpt2.study.savings import boundaries, compared, limits, timing
+from gpt2.study.savings.ladder import LADDER, LENGTHS, LIMIT_MIB, SAVINGS, SINGLES, by_key
+from gpt2.study.savings.predict import GPU, RELEASE, at_peak, cast_weights
 
 MiB = 2**20
 TINY = Recipe(model="tiny", batch=4, length=16)
@@ -118,7 +119,7 @@ def test_case_16_checkpointing_bare_layers_saves_nothing():
 
 
 def test_case_17_with_fused_attention_no_square_is_left_to_recompute():
-    found = savings_tables.table("predicted", "07-selective").set_index(["attention", "precision"])
+    found = compared.table("predicted", "07-selective").set_index(["attention", "precision"])
     saved = found["kept_square_bytes"] - found["checkpointed_square_bytes"]
     assert saved["explicit", "fp32"] == 12 * (8 * 12 * 1024**2 * 4 + 1024**2)  # probabilities and a mask per block
     assert saved["sdpa", "fp32"] == saved["sdpa", "bf16"] == 0
@@ -134,7 +135,7 @@ def test_case_20_a_chunked_loss_saves_down_to_the_next_peak_only():
     saved = ours["peak_allocated_bytes"] - theirs["peak_allocated_bytes"]
     assert saved < vocabulary_sized - 900 * MiB
     assert theirs["peak_owner"] == "temporaries" and theirs["peak_module"] == "transformer.h.11.attn"
-    small = savings_tables.table("predicted", "07-crossovers").pivot(
+    small = compared.table("predicted", "07-crossovers").pivot(
         index="tokens_count", columns="key", values="peak_allocated_bytes")
     assert (small["chunked"] - small["base"]).loc[:512].abs().max() < 4 * MiB  # the optimizer sets the peak
 
@@ -153,7 +154,7 @@ def test_case_21_evaluation_logits_are_counted_in_bytes():
 
 @pytest.fixture(scope="module")
 def predicted():
-    return savings_tables.table("predicted", "07-savings").set_index("key")
+    return compared.table("predicted", "07-savings").set_index("key")
 
 
 def test_the_ladder_begins_at_the_published_batch_and_never_falls():
@@ -187,13 +188,13 @@ def test_the_tables_hold_what_is_predicted_today(key, predicted):
 
 
 def test_a_waterfall_starts_at_the_published_peak():
-    steps = savings_tables.waterfall()
+    steps = compared.waterfall()
     assert round(steps["peak_bytes"].iloc[0] / MiB) == 17_054
     assert steps["peak_bytes"].is_monotonic_decreasing
 
 
 def test_states_matter_in_small_steps_and_activations_in_large_ones():
-    wide = savings_tables.table("predicted", "07-crossovers").pivot(
+    wide = compared.table("predicted", "07-crossovers").pivot(
         index="tokens_count", columns="key", values="peak_allocated_bytes")
     saved = 1 - wide.div(wide["base"], axis=0)
     for_activations, for_states = ["bf16", "block", "chunked"], ["moments", "in-backward"]
@@ -204,7 +205,7 @@ def test_states_matter_in_small_steps_and_activations_in_large_ones():
 def test_autocasts_copies_of_weights_are_there_with_and_without_the_cache():
     """Autograd keeps what the cache would keep; only where forward is computed again does the cache hold more."""
     trace = runs.recorded("bf16")
-    found = savings_tables.table("predicted", "07-casts").set_index(["configuration", "cache"])
+    found = compared.table("predicted", "07-casts").set_index(["configuration", "cache"])
     plain = found.loc["bf16"]
     matrices = 2 * (12 * 12 * 768**2 + 50_257 * 768)
     assert plain["peak_casts_bytes"].nunique() == 1
@@ -247,12 +248,12 @@ def test_every_largest_batch_is_the_one_found_by_running():
 
 def test_peaks_at_the_largest_batch_are_those_predicted_for_that_step():
     for saving in SAVINGS:
-        row = savings_boundaries.largest([saving]).frame.iloc[0]
+        row = boundaries.largest([saving]).frame.iloc[0]
         for what in ("allocated", "reserved"):
             assert row[f"recorded less predicted, {what} (bytes)"] == 0, (saving.key, what)
 
 
-@pytest.mark.parametrize("table", [lambda: savings_boundaries.one_more(SAVINGS), savings_boundaries.beyond])
+@pytest.mark.parametrize("table", [lambda: boundaries.one_more(SAVINGS), boundaries.beyond])
 def test_batches_fail_as_predicted(table):
     """Also those that survive two steps, or nineteen: the step, the request, the peaks of that step."""
     measured("07-steps")
@@ -265,7 +266,7 @@ def test_batches_fail_as_predicted(table):
 
 def test_what_is_confirmed_is_counted():
     measured("07-steps")
-    said = savings_boundaries.confirmed()
+    said = boundaries.confirmed()
     assert "28 of 28 are where" in said and "38 of 38 in the predicted step (1, 2, 3, 6, 8, 16 or 20), 38 with" in said
 
 
@@ -280,7 +281,7 @@ def test_of_two_timed_runs_the_shorter_step_counts_and_of_others_the_last(tmp_pa
         (tmp_path / folder / "rows").mkdir(parents=True)
         for found in rows:
             (tmp_path / folder / "rows" / f"{found['experiment']}.json").write_text(json.dumps(found))
-    savings_timing.collect(tmp_path / "new", [tmp_path / "old"])
+    timing.collect(tmp_path / "new", [tmp_path / "old"])
     steps = pd.read_csv(tmp_path / "new" / "steps.csv").set_index("experiment")
     assert steps.loc[["sweep-8", "fused"], "least_ms"].tolist() == [1.0, 1.0]
     assert pd.isna(steps.loc["sdpa", "least_ms"]) and steps.loc["sdpa", "failed_step"] == 20
@@ -288,7 +289,7 @@ def test_of_two_timed_runs_the_shorter_step_counts_and_of_others_the_last(tmp_pa
 
 def test_recorded_lengths_are_those_predicted():
     recorded = measured("07-lengths").set_index("key")
-    ours = savings_tables.table("predicted", "07-lengths").set_index("key")
+    ours = compared.table("predicted", "07-lengths").set_index("key")
     assert recorded["longest_fits"].all() and not recorded["next_fits"].any()
     assert set(recorded.index) == set(LENGTHS)
     for column in ("peak_allocated_bytes", "peak_reserved_bytes", "next_fails_step"):
@@ -301,7 +302,7 @@ def test_a_chunked_loss_takes_at_most_thirty_percent_longer():
     loss = measured("07-loss").set_index(["precision", "vocabulary_count", "loss"])["loss_ms"]
     for precision in ("fp32", "bf16"):
         assert loss[precision, 50_257, "8 chunks"] <= 1.3 * loss[precision, 50_257, "plain"]
-    assert savings_limits.liger_step().frame.set_index("loss").loc["8 chunks"].iloc[:, -2].max() <= 1.3
+    assert limits.liger_step().frame.set_index("loss").loc["8 chunks"].iloc[:, -2].max() <= 1.3
 
 
 def test_ligers_loss_takes_what_64_chunks_take():
@@ -339,5 +340,5 @@ def test_a_backend_is_obeyed():
 
 
 def test_tables_for_readers_have_a_row_for_each_saving():
-    assert len(savings_tables.new_peaks(SINGLES).frame) == len(SINGLES)
-    assert savings_limits.crossovers().frame["is in"].tolist() == ["optimizer"] * 3 + ["backward"] * 4
+    assert len(compared.new_peaks(SINGLES).frame) == len(SINGLES)
+    assert limits.crossovers().frame["is in"].tolist() == ["optimizer"] * 3 + ["backward"] * 4

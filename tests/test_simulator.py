@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpt2.memory import autocast, gpus
+from gpt2.memory import gpus
+from gpt2.memory.operators import autocast
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.values import ValueReadError
 

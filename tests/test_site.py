@@ -11,9 +11,11 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from gpt2.cli import main
-from gpt2.study import alive, chapters, grid, guesses, paths, site
-from gpt2.study.calculator import by_formula
-from gpt2.study.closed_form import Setting
+from gpt2.study import paths
+from gpt2.study.interactive import grid, guesses
+from gpt2.study.interactive.calculator import by_formula
+from gpt2.study.interactive.closed_form import Setting
+from gpt2.study.site import alive, build, chapters
 
 MIB = 2**20
 SOURCES = sorted((paths.ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -25,7 +27,7 @@ def built(tmp_path_factory):
     """The folder of the site of the committed notebooks."""
     patch = pytest.MonkeyPatch()
     patch.setenv("STUDY_OUT", str(tmp_path_factory.mktemp("site")))
-    yield site.build()[0]
+    yield build.build()[0]
     patch.undo()
 
 
@@ -98,7 +100,7 @@ def test_words_and_formulas_need_no_script(built):
 
 
 def test_the_site_is_small(built):
-    assert sum(file.stat().st_size for file in built.rglob("*") if file.is_file()) < site.MOST_BYTES
+    assert sum(file.stat().st_size for file in built.rglob("*") if file.is_file()) < build.MOST_BYTES
 
 
 def test_nothing_of_this_machine_is_in_it(built):
@@ -110,7 +112,7 @@ def test_a_second_site_has_the_same_bytes_and_an_old_page_goes(built):
     before = {file: file.read_bytes() for file in built.rglob("*") if file.is_file()}
     for old in ("99-gone.html", "pictures/99-gone-1.png"):
         (built / old).write_text("old")
-    site.build()
+    build.build()
     assert {file: file.read_bytes() for file in built.rglob("*") if file.is_file()} == before
 
 
@@ -132,8 +134,9 @@ def test_a_notebook_without_anything_still_has_a_page(tmp_path, capsys):
 
 
 def test_widgets_come_alive_with_what_their_call_depends_on(capsys):
-    codes = ("from gpt2.study import widgets\nfrom gpt2.study.closed_form import Setting", "batch = 3\nunused = 1 / 0",
-             "most = batch + 1", "widgets.calculator(Setting(batch=most), 'H100')", "yours.scored()", "widgets.other()")
+    codes = ("from gpt2.study import widgets\nfrom gpt2.study.interactive.closed_form import Setting",
+             "batch = 3\nunused = 1 / 0", "most = batch + 1",
+             "widgets.calculator(Setting(batch=most), 'H100')", "yours.scored()", "widgets.other()")
     book = new_notebook(cells=list(map(new_code_cell, codes)))
     alive.wake(book)
     shown = [cell.metadata.get("alive", "") for cell in book.cells]
@@ -145,9 +148,9 @@ def test_widgets_come_alive_with_what_their_call_depends_on(capsys):
 def test_a_folder_that_takes_no_files_is_one_line(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("STUDY_OUT", str(tmp_path / "file"))
-    monkeypatch.setattr(site, "chapters", lambda folder: [])
-    monkeypatch.setattr(site, "pages", lambda found: {"index.html": b"x"})
-    assert site.main() == 1
+    monkeypatch.setattr(build, "chapters", lambda folder: [])
+    monkeypatch.setattr(build, "pages", lambda found: {"index.html": b"x"})
+    assert build.main() == 1
     assert capsys.readouterr().err.startswith("error: cannot write the site to")
 
 
@@ -310,5 +313,5 @@ def test_without_a_script_the_stills_stay(browser, built):
 
 def test_the_makefile_makes_it():
     text = (paths.ROOT / "Makefile").read_text()
-    assert re.search(r"^html: venv .*\n\t@\$\(RUN\) -m gpt2\.study\.site$", text, re.MULTILINE)
+    assert re.search(r"^html: venv .*\n\t@\$\(RUN\) -m gpt2\.study\.site\.build$", text, re.MULTILINE)
     assert shutil.which("make") is None or "nbconvert" not in text

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt2.memory.history import BEFORE
-from gpt2.memory.layout import Layout, Segment, fragmentation, layout_at
-from gpt2.memory.safe_pickle import SnapshotError, loads
+from gpt2.memory.reading.history import BEFORE
+from gpt2.memory.reading.layout import Layout, Segment, fragmentation, layout_at
+from gpt2.memory.reading.safe_pickle import SnapshotError, loads
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.snapshot import devices, read, to_trace
 from gpt2.memory.summary import summary, text

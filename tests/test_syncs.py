@@ -10,7 +10,7 @@ from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.values import ValueReadError
 from gpt2.step import Recipe, Training
 from gpt2.study import syncs
-from gpt2.study.timing_syncs import read
+from gpt2.study.timing.sync_costs import read
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*value of a simulated tensor")
 RECIPE = Recipe(model="tiny", batch=2, length=16, clip=1.0)

@@ -7,19 +7,9 @@ import pytest
 
 from gpt2.memory.diff import compare
 from gpt2.step import Recipe
-from gpt2.study import (
-    hooks,
-    measured,
-    questions,
-    results,
-    runs,
-    tables,
-    tables_activations,
-    tables_batch,
-    tables_lines,
-    tables_peak,
-)
+from gpt2.study import hooks, measured, results, runs, tables
 from gpt2.study.experiments import EXPERIMENTS
+from gpt2.study.findings import activations, capacity, lines, peak, questions
 from gpt2.study.paths import ROOT
 
 MIB = 2**20
@@ -33,7 +23,7 @@ def here():
 
 
 def a40(batch):
-    return runs.predicted(tables_batch.experiment(batch), "A40", "2.5.1")
+    return runs.predicted(capacity.experiment(batch), "A40", "2.5.1")
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +35,24 @@ def failing():
 
 
 def test_lines_of_the_loop_are_the_published_ones(here):
-    rows = tables_lines.lines(here.predicted).set_index("line")["change_bytes"] / MIB
+    rows = lines.lines(here.predicted).set_index("line")["change_bytes"] / MIB
     for line, change in tables.published("01-line-by-line").set_index("line")["change_mib"].items():
         assert rows[line] == pytest.approx(change, abs=0.051), line
 
 
 def test_a_recording_has_the_lines_of_its_prediction(here):
-    pd.testing.assert_frame_equal(tables_lines.lines(here.recorded), tables_lines.lines(here.twin))
+    pd.testing.assert_frame_equal(lines.lines(here.recorded), lines.lines(here.twin))
 
 
 def test_sixteen_bytes_are_counted_in_the_trace(here):
     for trace in here.traces():
-        rows = tables_lines.states(trace).set_index("what")
+        rows = lines.states(trace).set_index("what")
         assert list(rows["bytes_per_parameter"]) == [4, 4, 4, 4, 16]
         assert round(rows.loc["total", "size_bytes"] / MIB, 1) == 1898.8
 
 
 def test_the_first_step_lacks_adam_a_workspace_and_some_slack(here):
-    rows = tables_lines.peaks(here.predicted).set_index("owner")["change_bytes"]
+    rows = lines.peaks(here.predicted).set_index("owner")["change_bytes"]
     assert round(rows["total"] / MIB) == tables.number("step_1_below_step_2") == 959
     assert rows["optimizer state"] == 2 * 4 * 124_439_808
     assert rows["library workspace"] == 8_519_680
@@ -70,9 +60,9 @@ def test_the_first_step_lacks_adam_a_workspace_and_some_slack(here):
 
 
 def test_real_values_on_the_cpu():
-    answers = list(tables_lines.tied_head("tiny").frame["answer"])
+    answers = list(lines.tied_head("tiny").frame["answer"])
     assert answers[:2] == ["True", "True"] and answers[2] < answers[3]
-    losses = tables_lines.first_loss("tiny", batch=8, length=16).frame["loss (nats)"]
+    losses = lines.first_loss("tiny", batch=8, length=16).frame["loss (nats)"]
     assert losses[0] == pytest.approx(4.615, abs=0.001) and losses[1] == pytest.approx(losses[0], abs=0.1)
 
 
@@ -80,7 +70,7 @@ def test_real_values_on_the_cpu():
 
 
 def test_one_block_keeps_sixteen_tensors_of_the_published_rows(here):
-    kept = tables_activations.block_saved(Recipe(), "A40", "2.5.1")
+    kept = activations.block_saved(Recipe(), "A40", "2.5.1")
     assert len(kept) == 16 and kept["saved_bytes"].sum() / MIB == 769.125
     sums = kept.groupby("published_row")["saved_bytes"].sum() / MIB
     for row, size in tables.published("02-block-saved").set_index("tensor")["size_mib"].drop("total").items():
@@ -89,7 +79,7 @@ def test_one_block_keeps_sixteen_tensors_of_the_published_rows(here):
 
 def test_blocks_and_ends_make_the_measured_activations(here):
     for trace in here.traces():
-        rows = tables_activations.activations(trace).set_index("part")["size_bytes"]
+        rows = activations.activations(trace).set_index("part")["size_bytes"]
         assert rows["largest block"] == rows["smallest block"] == 769.125 * MIB
         assert round(rows["activations"] / MIB) == 9278
 
@@ -100,7 +90,7 @@ def test_fifty_five_readings_that_change_nothing(here):
     assert max(mark.allocated_bytes for mark in marks) / MIB == pytest.approx(13_913, abs=0.5)
     without = runs.predicted(EXPERIMENTS["plain"], "A40", "2.5.1")
     assert compare(here.predicted, without).index is None
-    assert tables_peak.highest(here.predicted) == tables_peak.highest(without)
+    assert peak.highest(here.predicted) == peak.highest(without)
     names = [mark.name for mark in marks]
     assert names[:2] == ["start", "before block 1, forward"] and names[27] == "before block 12, backward"
 
@@ -121,13 +111,13 @@ def test_the_hooks_are_gone_afterwards():
 
 
 def test_the_rule_of_34_bytes_holds_where_all_is_in_bf16():
-    rows = tables_activations.sixteen_bits(Recipe()).set_index("block")["bytes_per_sbh"]
+    rows = activations.sixteen_bits(Recipe()).set_index("block")["bytes_per_sbh"]
     assert rows["all in bf16, dropout 0.1"] == pytest.approx(34, abs=0.1)
     assert rows["bf16 autocast, dropout 0.1"] == pytest.approx(34 + 4 + 2.25, abs=0.1)
 
 
 def test_a_block_grows_with_the_length_and_its_square():
-    rows = tables_activations.growth((256, 512, 1024), "A40", "2.5.1")
+    rows = activations.growth((256, 512, 1024), "A40", "2.5.1")
     for _, kind in rows.groupby("kind"):
         linear, square = (kind.set_index("length")[name] for name in ("linear_bytes", "square_bytes"))
         assert linear[1024] == 4 * linear[256] and square[1024] == 16 * square[256]
@@ -138,7 +128,7 @@ def test_a_block_grows_with_the_length_and_its_square():
 
 
 def test_the_peak_as_published(here):
-    rows = tables_peak.groups(here.predicted).set_index("owner")
+    rows = peak.groups(here.predicted).set_index("owner")
     for owner, size, share in tables.published("03-peak").itertuples(index=False):
         assert rows.loc[owner, "size_bytes"] / MIB == pytest.approx(size, abs=0.5)
         assert pd.isna(share) or rows.loc[owner, "share_ratio"] == pytest.approx(share, abs=0.005)
@@ -146,16 +136,16 @@ def test_the_peak_as_published(here):
 
 def test_four_tensors_and_the_request_that_set_the_peak(here):
     for trace in here.traces():
-        assert list(tables_peak.vocabulary_sized(trace)["size_bytes"]) == [1_646_821_376] * 4
-        facts = tables_peak.request(trace).set_index("fact")["value"]
+        assert list(peak.vocabulary_sized(trace)["size_bytes"]) == [1_646_821_376] * 4
+        facts = peak.request(trace).set_index("fact")["value"]
         assert facts["operator"] == "aten._log_softmax_backward_data" and facts["phase"] == "backward"
         assert facts["asked for"].iloc[0] == "1,646,821,376"
-    assert tables_peak.request(here.predicted).iloc[6]["value"] == "615"  # published: just after 600
+    assert peak.request(here.predicted).iloc[6]["value"] == "615"  # published: just after 600
 
 
 def test_nothing_is_left_over(here):
     for trace in here.traces():
-        assert (tables_peak.residuals(trace)["largest_residual_bytes"] == 0).all()
+        assert (peak.residuals(trace)["largest_residual_bytes"] == 0).all()
 
 
 def test_two_workspaces_of_two_threads(here):
@@ -218,7 +208,7 @@ def test_a_name_holds_the_logits(here):
 
 @pytest.mark.parametrize("batch", [8, 16, 18, 20])
 def test_published_peaks_of_the_a40(batch):
-    run = tables_batch.sweep([a40(batch)]).iloc[0]
+    run = capacity.sweep([a40(batch)]).iloc[0]
     article = tables.published("04-batch-sweep").set_index("batch").loc[batch]
     assert run["fits"] and round(run["peak_allocated_bytes"] / MIB) == article["peak_allocated_mib"]
     if batch > 8:
@@ -226,13 +216,13 @@ def test_published_peaks_of_the_a40(batch):
 
 
 def test_batch_21_fails_as_published(failing):
-    run = tables_batch.sweep([failing]).iloc[0]
+    run = capacity.sweep([failing]).iloc[0]
     assert not run["fits"] and run["failed_step"] == 2
     assert round(run["asked_bytes"] / MIB, 1) == 4122.6
 
 
 def test_the_holes_at_the_failing_request(failing):
-    rows = tables_batch.account(failing).set_index("part")["size_bytes"]
+    rows = capacity.account(failing).set_index("part")["size_bytes"]
     assert rows[["live blocks", "free, in holes", "left on the card"]].sum() == 45_440 * MIB
     assert rows["largest hole"] < rows["asked for"] and rows["left on the card"] < rows["asked for"]
     assert rows["free, in holes"] + rows["left on the card"] > rows["asked for"]
@@ -240,21 +230,21 @@ def test_the_holes_at_the_failing_request(failing):
 
 
 def test_with_expandable_segments_the_same_request_finds_a_hole():
-    trace = runs.predicted(tables_batch.experiment(21, expandable=True), "A40", "2.5.1")
-    rows = tables_batch.account(trace).set_index("part")["size_bytes"]
+    trace = runs.predicted(capacity.experiment(21, expandable=True), "A40", "2.5.1")
+    rows = capacity.account(trace).set_index("part")["size_bytes"]
     assert rows["largest hole"] >= rows["asked for"] and rows["short of a new segment by"] == 0
 
 
 def test_one_name_fewer_is_one_tensor_less_reserved():
     kept = a40(16)
-    rebound = runs.predicted(replace(tables_batch.experiment(16), variant="one name"), "A40", "2.5.1")
-    assert tables_peak.highest(kept)[1] - tables_peak.highest(rebound)[1] == 16 * 1024 * 768 * 4
+    rebound = runs.predicted(replace(capacity.experiment(16), variant="one name"), "A40", "2.5.1")
+    assert peak.highest(kept)[1] - peak.highest(rebound)[1] == 16 * 1024 * 768 * 4
 
 
 def test_the_straight_line_promises_22():
-    fixed, each = tables_batch.line(a40(8))
+    fixed, each = capacity.line(a40(8))
     assert round(fixed / MIB) == 1494 and round(each / MIB) == 1945
-    assert (tables_batch.FREE - fixed) / each == pytest.approx(22.6, abs=0.05)
+    assert (capacity.FREE - fixed) / each == pytest.approx(22.6, abs=0.05)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -272,7 +262,7 @@ def test_measured_tables_are_those_of_the_committed_traces(study_out):
 
 
 def test_a_table_is_shown_with_its_kinds_and_units(here):
-    shown = tables_lines.line_by_line(here)
+    shown = lines.line_by_line(here)
     bundle = shown._repr_mimebundle_()
     assert "published A40 (MiB)" in bundle["text/html"] and "without a GPU" in bundle["text/plain"]
     assert list(shown.frame["recorded less predicted (bytes)"].unique()) == [0]
@@ -282,11 +272,11 @@ def test_a_table_is_shown_with_its_kinds_and_units(here):
 def test_the_readings_of_a_real_gpu_are_predicted_to_the_byte(here):
     seen = runs.recorded_readings(here)
     assert len(hooks.of_step(seen.recorded)) == 55
-    pd.testing.assert_frame_equal(tables_activations.readings(seen.recorded)[["name", "allocated_bytes"]],
-                                  tables_activations.readings(seen.twin)[["name", "allocated_bytes"]])
+    pd.testing.assert_frame_equal(activations.readings(seen.recorded)[["name", "allocated_bytes"]],
+                                  activations.readings(seen.twin)[["name", "allocated_bytes"]])
 
 
 def test_a_real_gpu_does_the_same_with_and_without_the_instrument():
     plain, looked, base = (runs.recorded(name) for name in ("plain", "readings", "base"))
     assert compare(plain, looked).index is None and compare(plain, base).index is None
-    assert tables_peak.highest(plain) == tables_peak.highest(looked) == tables_peak.highest(base)
+    assert peak.highest(plain) == peak.highest(looked) == peak.highest(base)

@@ -4,32 +4,33 @@ import re
 
 import pytest
 
-from gpt2.study import claims, recorded, tables_floor, tables_stream, tables_update
+from gpt2.study import recorded
+from gpt2.study.findings import claims, floor, streams, updates
 from gpt2.study.tables import published
 
 TIMED = {
-    "kernels_by_phase": tables_stream.kernels_by_phase, "lines": lambda: tables_stream.lines("fp32"),
-    "copies": tables_stream.copies, "overlap": tables_stream.overlap, "loader": tables_stream.loader,
-    "sync_costs": tables_stream.sync_costs, "utilisation": tables_stream.utilisation,
-    "products": tables_stream.products, "graphs": tables_stream.graphs, "outside": tables_stream.outside,
-    "traffic": tables_update.traffic, "clipping": tables_update.clipping, "floor": tables_floor.floor,
-    "accumulation": tables_floor.accumulation, "a trace": lambda: tables_stream.of_a_trace("", "fp32"),
+    "kernels_by_phase": streams.kernels_by_phase, "lines": lambda: streams.lines("fp32"),
+    "copies": streams.copies, "overlap": streams.overlap, "loader": streams.loader,
+    "sync_costs": streams.sync_costs, "utilisation": streams.utilisation,
+    "products": streams.products, "graphs": streams.graphs, "outside": streams.outside,
+    "traffic": updates.traffic, "clipping": updates.clipping, "floor": floor.floor,
+    "accumulation": floor.accumulation, "a trace": lambda: streams.of_a_trace("", "fp32"),
 }
 
 
 def test_launches_by_rule_are_those_recorded():
-    table = tables_update.kernels().frame
+    table = updates.kernels().frame
     assert len(table) == 6 and (table["kernels (by rule)"] == table["kernels (recorded)"]).all()
 
 
 def test_the_memory_of_updates_is_predicted_to_the_byte():
-    table = tables_update.temporaries().frame
+    table = updates.temporaries().frame
     assert len(table) == 6 and (table["differences (bytes)"] == 0).all()
 
 
 def test_clipping_takes_what_its_rule_says():
     """A number for each tensor times the pieces of the largest, in blocks of 512, and a block for each norm."""
-    sizes = tables_update.sizes("124M")
+    sizes = updates.sizes("124M")
     partial = 4 * len(sizes) * -(-max(sizes) // 65_536)
     taken = recorded.one("06-clip", "temporary_bytes", model="124M", way="default")
     assert taken == -(-partial // 512) * 512 + 512 * len(sizes)
@@ -57,7 +58,7 @@ def test_a_time_names_its_card_and_its_day(name):
 
 def test_syncs_are_counted_alike_on_a_simulated_card_and_a_real_one():
     real = recorded.table("05-sync-counts").set_index("habit")["sync_count"]
-    counted = tables_stream.habits_counted().set_index("habit")["sync_count"]
+    counted = streams.habits_counted().set_index("habit")["sync_count"]
     for habit in ("plain", "item", "cpu", "logging", "nonzero", "copy", "synchronize"):
         assert counted[habit] == real[habit], habit
     assert real["per layer"] == 12 and counted["per layer"] == 2  # one for each block: 124M and tiny
@@ -67,7 +68,7 @@ def test_somebodys_own_trace_is_shown(tmp_path):
     from test_timeline import anybodys_step
 
     anybodys_step().read(tmp_path)
-    shown = tables_stream.of_a_trace(str(tmp_path / "trace.json"), "fp32")
+    shown = streams.of_a_trace(str(tmp_path / "trace.json"), "fp32")
     assert shown.frame["kernels"].sum() == 6 and "NVIDIA" not in shown.caption
 
 

@@ -149,7 +149,7 @@ def test_a_trace_without_a_gpu_has_no_kernels():
 
 def test_the_step_of_the_study_is_labelled_for_the_profiler():
     from gpt2.step import Recipe, Training
-    from gpt2.study.timing_stream import labelled
+    from gpt2.study.timing.stream import labelled
 
     training = Training(Recipe(model="tiny", batch=1, length=8, clip=1.0), device="cpu")
     training.watch = labelled

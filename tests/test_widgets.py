@@ -12,11 +12,12 @@ from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.trace import Category, Trace
 from gpt2.model import SIZES
 from gpt2.step import Recipe, Training
-from gpt2.study import calculator, closed_form, guesses, page, svg, widgets
-from gpt2.study.calculator import Answer, by_formula, by_simulation
-from gpt2.study.closed_form import Setting
-from gpt2.study.still import Calm
-from gpt2.study.walk import walk_of
+from gpt2.study import widgets
+from gpt2.study.interactive import calculator, closed_form, guesses, page, svg
+from gpt2.study.interactive.calculator import Answer, by_formula, by_simulation
+from gpt2.study.interactive.closed_form import Setting
+from gpt2.study.interactive.still import Calm
+from gpt2.study.interactive.walk import walk_of
 
 MIB = 2**20
 TINY = Setting(layers=2, width=32, heads=2, vocabulary=101, context=16, batch=4, length=16)

@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from gpt2.memory.gpus import find
-from gpt2.study import guesses, paths, yours
+from gpt2.study import paths, yours
+from gpt2.study.interactive import guesses
 from gpt2.study.tables import MIB
 
 HERE = {"gpu": "T4", "torch_release": "2.11.0"}

@@ -133,7 +133,7 @@ def add_output(parser: argparse.ArgumentParser) -> None:
 def card(arguments: argparse.Namespace):
     """The card that was named. Needs no PyTorch. Checks release, allocator options and limit as well."""
     from gpt2.memory import gpus
-    from gpt2.memory.settings import Settings
+    from gpt2.memory.caching.settings import Settings
     from gpt2.memory.software import software
 
     if not arguments.gpu:

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Record and print."""
-    from gpt2.memory.settings import Settings
+    from gpt2.memory.caching.settings import Settings
 
     with refusing():
         Settings.parse(arguments.alloc_conf or "", options.installed_torch())

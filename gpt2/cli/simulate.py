@@ -123,7 +123,7 @@ def environment() -> str:
 
 def read_environment_late(card) -> None:
     """Have the card read the environment once more at its first allocation, when PyTorch does."""
-    from gpt2.memory.settings import Settings
+    from gpt2.memory.caching.settings import Settings
 
     def first(size: int) -> int:
         del card.malloc
@@ -153,7 +153,7 @@ def _answer(trace, outcome: Outcome) -> dict:
 
 def _keeps(trace, script: Script, card, late: bool):
     """Who keeps the blocks at the peak alive. The script runs twice more for it, unheard."""
-    from gpt2.memory.keepers import at_event
+    from gpt2.memory.keeping.keepers import at_event
 
     def program(card) -> object:
         if late:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 
-from gpt2.memory.accounts import not_live
-from gpt2.memory.blocks import (
+from gpt2.memory.caching.accounts import not_live
+from gpt2.memory.caching.blocks import (
     ALLOCATED,
     FREE,
     MIN_BLOCK_BYTES,
@@ -25,11 +25,11 @@ from gpt2.memory.blocks import (
     Pool,
     Segment,
 )
-from gpt2.memory.counts import Counts, Stat
-from gpt2.memory.driver import Driver, ReplayDriver
-from gpt2.memory.out_of_memory import OutOfMemory, format_size
-from gpt2.memory.reserve import Recorder, Reserve, segment_size
-from gpt2.memory.settings import Settings
+from gpt2.memory.caching.counts import Counts, Stat
+from gpt2.memory.caching.driver import Driver, ReplayDriver
+from gpt2.memory.caching.out_of_memory import OutOfMemory, format_size
+from gpt2.memory.caching.reserve import Recorder, Reserve, segment_size
+from gpt2.memory.caching.settings import Settings
 
 __all__ = [
     "CachingAllocator",

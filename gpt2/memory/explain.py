@@ -11,11 +11,11 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from gpt2.memory import advice, oom_message
-from gpt2.memory.candidates import LIKELY_BATCH, Candidate, candidates, request_range
-from gpt2.memory.oom_message import OomMessage
-from gpt2.memory.out_of_memory import format_size
-from gpt2.memory.progress import Progress, progress
+from gpt2.memory.caching.out_of_memory import format_size
+from gpt2.memory.explaining import advice, oom_message
+from gpt2.memory.explaining.candidates import LIKELY_BATCH, Candidate, candidates, request_range
+from gpt2.memory.explaining.oom_message import OomMessage
+from gpt2.memory.explaining.progress import Progress, progress
 from gpt2.model import Size
 from gpt2.model import size as size_of
 

@@ -17,10 +17,10 @@ import torch
 from torch.autograd.profiler import record_function
 
 from gpt2.memory.allocator import CachingAllocator
+from gpt2.memory.caching.driver import Driver, ReplayDriver
+from gpt2.memory.caching.settings import Settings
 from gpt2.memory.claims import Claims, settle
-from gpt2.memory.driver import Driver, ReplayDriver
 from gpt2.memory.labels import Labels
-from gpt2.memory.settings import Settings
 from gpt2.memory.trace import Event, Frame, Mark, Trace
 
 MAX_ENTRIES = 2_000_000

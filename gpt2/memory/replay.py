@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from gpt2.memory import gpus
 from gpt2.memory.allocator import CachingAllocator
-from gpt2.memory.driver import Driver
+from gpt2.memory.caching.driver import Driver
+from gpt2.memory.caching.out_of_memory import OutOfMemory
+from gpt2.memory.caching.settings import Settings
 from gpt2.memory.gpus import Gpu
-from gpt2.memory.history import BEFORE
-from gpt2.memory.out_of_memory import OutOfMemory
-from gpt2.memory.settings import Settings
+from gpt2.memory.reading.history import BEFORE
 from gpt2.memory.trace import Event, Mark, Trace
 
 # What is tried to see which setting helps most; options that a version does not have are left out.

@@ -16,14 +16,16 @@ from types import SimpleNamespace
 
 import torch as pytorch
 
-from gpt2.memory import attention, autocast, gpus, rules, values  # noqa: F401  (rules register)
+from gpt2.memory import gpus, values  # noqa: F401  (rules register)
 from gpt2.memory.allocator import CachingAllocator, OutOfMemory
+from gpt2.memory.caching.driver import Driver
+from gpt2.memory.caching.settings import Settings
 from gpt2.memory.claims import Claims, settle
-from gpt2.memory.dispatch import Tracker
-from gpt2.memory.driver import Driver
+from gpt2.memory.faces.patches import Patches
+from gpt2.memory.kernels import rules  # noqa: F401  (rules register)
 from gpt2.memory.labels import Labels
-from gpt2.memory.patches import Patches
-from gpt2.memory.settings import Settings
+from gpt2.memory.operators import attention, autocast  # noqa: F401  (rules register)
+from gpt2.memory.operators.dispatch import Tracker
 from gpt2.memory.software import CUBLASLT_WORKSPACE, software
 from gpt2.memory.trace import Category, Event, Mark, Trace
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt2.memory import infer
-from gpt2.memory.history import Entry, History, Known
-from gpt2.memory.layout import Layout, Segment
-from gpt2.memory.safe_pickle import DEFAULT, Limits, SnapshotError, loads
+from gpt2.memory.reading import infer
+from gpt2.memory.reading.history import Entry, History, Known
+from gpt2.memory.reading.layout import Layout, Segment
+from gpt2.memory.reading.safe_pickle import DEFAULT, Limits, SnapshotError, loads
 from gpt2.memory.trace import Category, Frame, Trace
 from gpt2.memory.viewer import to_snapshot
 

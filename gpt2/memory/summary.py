@@ -6,9 +6,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from gpt2.memory.history import BEFORE
-from gpt2.memory.layout import fragmentation
-from gpt2.memory.out_of_memory import format_size
+from gpt2.memory.caching.out_of_memory import format_size
+from gpt2.memory.reading.history import BEFORE
+from gpt2.memory.reading.layout import fragmentation
 from gpt2.memory.trace import Block, Category, Frame, Trace
 
 _LIBRARIES = ("/torch/", "site-packages", "dist-packages", "<frozen", "/lib/python")

@@ -12,9 +12,9 @@ import os
 import pickle
 from pathlib import Path
 
-from gpt2.memory.blocks import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, STATE_NAMES
-from gpt2.memory.history import BEFORE
-from gpt2.memory.layout import Layout, Segment, layout_at
+from gpt2.memory.caching.blocks import LARGE_SEGMENT_BYTES, SMALL_BYTES, SMALL_SEGMENT_BYTES, STATE_NAMES
+from gpt2.memory.reading.history import BEFORE
+from gpt2.memory.reading.layout import Layout, Segment, layout_at
 from gpt2.memory.trace import Event, Trace
 
 _INACTIVE, _ALLOCATED, _PENDING = STATE_NAMES[:3]

@@ -10,10 +10,10 @@ from itertools import combinations
 from gpt2.memory import gpus
 from gpt2.memory.answer import answer
 from gpt2.step import Recipe
-from gpt2.study import prices
 from gpt2.study.experiments import Experiment, predict
 from gpt2.study.fit import enough_steps
-from gpt2.study.prices import Change
+from gpt2.study.savings import prices
+from gpt2.study.savings.prices import Change
 from gpt2.study.sized import SizedRecipe
 
 MOST_TOGETHER = 3

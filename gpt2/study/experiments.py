@@ -15,9 +15,11 @@ import torch
 from gpt2.memory import gpus
 from gpt2.memory.trace import Trace
 from gpt2.step import Recipe, Training, unwatched
-from gpt2.study import hooks, newcomers, savings_ladder, subjects, variants
+from gpt2.study import hooks, variants
 from gpt2.study.backends import attention_backend
-from gpt2.study.strangers import STRANGERS
+from gpt2.study.others import newcomers, subjects
+from gpt2.study.others.strangers import STRANGERS
+from gpt2.study.savings import ladder
 
 MiB = 2**20
 A40_FREE_MIB = 45_440  # what the published A40 had free
@@ -252,7 +254,7 @@ def _all() -> Iterable[Experiment]:
         yield Experiment(f"{name}-{precision}", subject=name, batch=batch, precision=precision, tags=("newcomer",))
     yield Experiment("resnet18-sgd", subject="resnet18", batch=32, optimizer="SGD", tags=("other",))
     yield Experiment("mlp-adam", subject="mlp", batch=512, optimizer="Adam", tags=("other",))
-    yield from (Experiment(**fields) for fields in savings_ladder.experiments())
+    yield from (Experiment(**fields) for fields in ladder.experiments())
 
 
 EXPERIMENTS = {e.name: e for e in _all()}

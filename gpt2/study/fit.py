@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from gpt2.memory import gpus
 from gpt2.memory.answer import answer, request
+from gpt2.memory.caching.settings import Settings
 from gpt2.memory.fit import STEPS, Search, Trial, search
-from gpt2.memory.settings import Settings
 from gpt2.study.experiments import Experiment, predict
 
 WHAT = ("batch", "length")

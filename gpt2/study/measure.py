@@ -21,9 +21,9 @@ from gpt2.study.results import provenance
 from gpt2.study.runs import slug
 
 PROBES = {  # program: its file under results/measured/<gpu>/, the evidence behind gpt2/memory's rules
-    "probes": "kernel-probes.json",
-    "convolution_probes": "convolution-probes.csv.gz",
-    "recurrent_probes": "recurrent-probes.json.gz",
+    "kernels": "kernel-probes.json",
+    "convolutions": "convolution-probes.csv.gz",
+    "recurrent": "recurrent-probes.json.gz",
     "recurrent_sizes": "recurrent-sizes.csv.gz",
 }
 TAGS = ("sweep", "exact", "savings")  # what the notebooks show and the accuracy table needs
@@ -113,14 +113,15 @@ def main(words: list[str] | None = None) -> int:
 def probe(folder: Path) -> bool:
     """Single kernels, a file in `folder` each, where it is not there yet; whether all went well."""
     todo = [(program, folder / name) for program, name in PROBES.items() if not (folder / name).exists()]
-    done = [subprocess.run([sys.executable, "-m", f"gpt2.study.{p}", str(file)], cwd=paths.ROOT) for p, file in todo]
+    start = [sys.executable, "-m"]
+    done = [subprocess.run([*start, f"gpt2.study.probes.{p}", str(file)], cwd=paths.ROOT) for p, file in todo]
     return not any(process.returncode for process in done)
 
 
 def take_times(folder: Path) -> bool:
     """The timed experiments, their tables in `folder`; whether all went well."""
     rows = str(paths.ROOT / "build" / "savings-timing")
-    programs = (["timing", str(folder)], ["savings_timing", rows, "--jobs", "1"], ["savings_recorded", rows])
+    programs = (["timing.run", str(folder)], ["savings.timing", rows, "--jobs", "1"], ["savings.recorded", rows])
     done = [subprocess.run([sys.executable, "-m", f"gpt2.study.{p}", *rest], cwd=paths.ROOT) for p, *rest in programs]
     return not any(process.returncode for process in done)
 

@@ -8,20 +8,21 @@ from pathlib import Path
 import pandas as pd
 
 from gpt2.memory.trace import Trace
-from gpt2.study import questions, tables, tables_activations, tables_batch, tables_lines, tables_peak
+from gpt2.study import tables
 from gpt2.study.experiments import SWEEP
+from gpt2.study.findings import activations, capacity, lines, peak, questions
 
 OF_ONE: dict[str, tuple[str, Callable[[Trace], pd.DataFrame]]] = {  # table: the experiment, and its rows
-    "01-line-by-line": ("base", tables_lines.lines),
-    "01-sixteen-bytes": ("base", tables_lines.states),
-    "01-first-step": ("base", tables_lines.peaks),
-    "02-activations": ("base", tables_activations.activations),
-    "02-readings": ("readings", tables_activations.readings),
-    "03-peak-by-owner": ("base", tables_peak.owners),
-    "03-vocabulary-sized": ("base", tables_peak.vocabulary_sized),
-    "03-request": ("base", tables_peak.request),
-    "03-residual": ("base", tables_peak.residuals),
-    "03-missed": ("readings", tables_peak.seen_and_missed),
+    "01-line-by-line": ("base", lines.lines),
+    "01-sixteen-bytes": ("base", lines.states),
+    "01-first-step": ("base", lines.peaks),
+    "02-activations": ("base", activations.activations),
+    "02-readings": ("readings", activations.readings),
+    "03-peak-by-owner": ("base", peak.owners),
+    "03-vocabulary-sized": ("base", peak.vocabulary_sized),
+    "03-request": ("base", peak.request),
+    "03-residual": ("base", peak.residuals),
+    "03-missed": ("readings", peak.seen_and_missed),
     "03-workspaces": ("base", questions.workspaces),
     "03-slack": ("base", questions.slack),
     "03-spikes": ("base", questions.spikes),
@@ -50,7 +51,7 @@ def _growth(folder: Path) -> list[str]:
         for path in (folder / f"{name}.json.gz" for name in ("length-256", "length-512", "base"))
         if path.is_file()
     ]
-    rows = [(trace.meta["recipe"]["length"], *tables_activations.split(trace)) for trace in traces]
+    rows = [(trace.meta["recipe"]["length"], *activations.split(trace)) for trace in traces]
     if rows:
         tables.keep("02-growth", traces[-1], pd.DataFrame(rows, columns=["length", "linear_bytes", "square_bytes"]))
     return ["02-growth"] if rows else []
@@ -64,7 +65,7 @@ def _sweeps(folder: Path) -> list[str]:
         traces = [Trace.load(path) for path in paths if path.is_file()]
         if traces:
             batches = [trace.meta["recipe"]["batch"] for trace in traces]
-            tables_batch.keep_sweep(f"04-sweep{ending}", traces[0], tables_batch.sweep(traces), batches)
+            capacity.keep_sweep(f"04-sweep{ending}", traces[0], capacity.sweep(traces), batches)
             written.append(f"04-sweep{ending}")
     return written
 
@@ -75,7 +76,7 @@ def _instrument(folder: Path) -> list[str]:
     traces = {name: Trace.load(path) for name in names if (path := folder / f"{name}.json.gz").is_file()}
     if not {"plain", "base"} <= set(traces):
         return []
-    rows = [(name, len(trace), *tables_peak.highest(trace)) for name, trace in traces.items()]
+    rows = [(name, len(trace), *peak.highest(trace)) for name, trace in traces.items()]
     columns = ["experiment", "event_count", "peak_allocated_bytes", "peak_reserved_bytes"]
     tables.keep("03-instrument", traces["plain"], pd.DataFrame(rows, columns=columns))
     return ["03-instrument"]

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import nbformat
 
-from gpt2.study import clean, lab, parameters, paths
+from gpt2.study import paths
+from gpt2.study.jupyter import clean, lab, parameters
 
 SOURCES = paths.ROOT / "notebooks"
 

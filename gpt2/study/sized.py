@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from gpt2.model import SIZES, Size
 from gpt2.step import Recipe
-from gpt2.study.closed_form import Setting
+from gpt2.study.interactive.closed_form import Setting
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import ipywidgets as ui
 
 from gpt2.memory.ledger import Ledger
 from gpt2.memory.trace import Mark, Trace
-from gpt2.study import svg
-from gpt2.study.calculator_widget import CalculatorWidget, calculator
-from gpt2.study.drawing import conditions
-from gpt2.study.figures_step import step_by_owner
-from gpt2.study.guesses import GuessWidget, guesses, score
-from gpt2.study.still import Calm, Still, style_sheet
-from gpt2.study.walk import walk_of
+from gpt2.study.figures.drawing import conditions
+from gpt2.study.figures.step import step_by_owner
+from gpt2.study.interactive import svg
+from gpt2.study.interactive.calculator_widget import CalculatorWidget, calculator
+from gpt2.study.interactive.guesses import GuessWidget, guesses, score
+from gpt2.study.interactive.still import Calm, Still, style_sheet
+from gpt2.study.interactive.walk import walk_of
 
 __all__ = ["CalculatorWidget", "GuessWidget", "WalkWidget", "calculator", "guesses", "score", "walk"]
 

@@ -14,12 +14,14 @@ import torch
 from gpt2.memory import gpus, replay, snapshot
 from gpt2.memory.answer import answer
 from gpt2.memory.fit import Search, Trial, search
-from gpt2.memory.keepers import Keepers, at_event, first_run
+from gpt2.memory.keeping.keepers import Keepers, at_event, first_run
 from gpt2.memory.ledger import Ledger
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.summary import summary
 from gpt2.memory.trace import Trace
-from gpt2.study import guesses, paths, subjects
+from gpt2.study import paths
+from gpt2.study.interactive import guesses
+from gpt2.study.others import subjects
 from gpt2.study.tables import MIB, Shown
 
 MOST = 4096  # the largest batch that is tried

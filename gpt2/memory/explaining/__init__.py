@@ -1,0 +1,1 @@
+"""An out-of-memory message, understood: parts of `gpt2.memory.explain`."""

@@ -1,0 +1,1 @@
+"""The faces a program sees while a GPU is simulated."""

@@ -1,0 +1,1 @@
+"""Who keeps a block alive, and what letting go earlier would save."""

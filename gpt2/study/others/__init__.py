@@ -1,0 +1,1 @@
+"""Models that are not ours: what a prediction is tried on."""

@@ -1,0 +1,1 @@
+"""Getting memory back: the savings as data, predicted, recorded, timed and compared."""

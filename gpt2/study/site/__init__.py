@@ -1,0 +1,1 @@
+"""The study as a site to read: `python -m gpt2.study.site.build`."""

@@ -1,0 +1,1 @@
+"""Times on a real GPU: `python -m gpt2.study.timing.run FOLDER`."""
