@@ -73,6 +73,15 @@ def test_transformers_models_are_made_on_meta(card):
     assert all(p.is_cuda for p in model.parameters())
 
 
+def test_a_default_device_does_not_make_the_card_meta(card):
+    with torch.device("cuda"):
+        linear = nn.Linear(3, 4).to("cuda").to(torch.device("cuda", 0), torch.float16)
+        assert linear.weight.device.type == "cuda" and linear.weight.dtype is torch.float16
+        assert torch.ones(3).to("meta").device.type == "meta"
+        assert torch.ones(3, device="cpu").to("cuda").device.type == "cuda"
+        assert torch.ones(3).to(linear.weight).device.type == "cuda"
+
+
 def test_what_is_empty_is_on_the_card_and_grows_there(card):
     tensor = torch.empty(0, device="cuda")
     assert tensor.is_cuda and torch.cuda.memory_allocated() == 0

@@ -34,11 +34,18 @@ class MetaFaces(Faces):
 
         self.set(DeviceContext, "__torch_function__", call)
         real_to, tensor = torch.Tensor.to, torch.Tensor
+        moving = False  # a default device leads the C++ call back here, with the device that was given to C++
 
         def to(t, *args, **kwargs):
+            nonlocal moving
             target = kwargs.get("device", args[0] if args else None)
-            if not is_meta(target) or real_device(t).type == "meta" and self.card.tracker.is_own_meta(t):
-                return real_to(t, *args, **kwargs)
+            apart = is_meta(target) and not moving
+            if not apart or real_device(t).type == "meta" and self.card.tracker.is_own_meta(t):
+                before, moving = moving, True
+                try:
+                    return real_to(t, *args, **kwargs)
+                finally:
+                    moving = before
             dtype = kwargs.get("dtype", next((a for a in args[1:] if isinstance(a, torch.dtype)), None))
             return self.meant(
                 torch._C._VariableFunctions.empty_strided,
