@@ -92,3 +92,26 @@ def test_a_mask_nobody_knows_may_be_written_by_but_not_read_by(card):
     x[x[:, 0] > 0] = torch.zeros(3, device="cuda")
     with pytest.raises(ValueReadError, match=r"test_indexing\.py:\d+: indexing with a mask"):
         x[x > 0]
+
+
+def test_a_list_as_index_is_a_tensor_of_the_card_that_autograd_keeps(card, events):
+    x = torch.randn(64, 300, device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    y, forward = events(lambda: x[:, [-1, 0]])
+    assert forward == [["+", 16], ["+", 512]] and torch.cuda.memory_allocated() == before + 1024
+    assert x[[0, 1, 2]].shape == (3, 300) and x[[True] * 60 + [False] * 4].shape == (60, 300)
+    assert x[[]].shape == (0, 300) and x[[0, 1], [2, 3]].shape == (2,) and x[..., [-2], None].shape == (64, 1, 1)
+    x.detach()[[0, 1], 3:] = 1.0
+
+
+def test_what_a_list_chooses_of_known_contents_is_known(card):
+    tokens = torch.arange(12).view(3, 4).cuda()
+    assert tokens[:, [-1, 0]].tolist() == [[3, 0], [7, 4], [11, 8]] and 8 in tokens[:, [0]] and 9 not in tokens[[0, 1]]
+    tokens[[0, 2]] = 5
+    assert tokens.tolist() == [[5] * 4, [4, 5, 6, 7], [5] * 4]
+
+
+def test_a_host_number_takes_the_type_and_the_device_of_a_tensor_of_the_card(card, events):
+    like = torch.zeros(3, dtype=torch.int64, device="cuda")
+    number, forward = events(lambda: torch.tensor(5.0).type_as(like))
+    assert number.is_cuda and number.dtype is torch.int64 and forward == [["+", 8]]

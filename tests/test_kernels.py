@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from gpt2.memory.simulator import SimulatedGpu
 from gpt2.memory.values import ValueReadError
@@ -84,3 +85,16 @@ def test_an_operator_whose_size_depends_on_values_is_refused_with_the_line(probe
 
 def test_every_known_difference_is_a_probe():
     assert {name for name, _ in DIFFERENT} <= set(MADE)
+
+
+def test_attention_with_fewer_key_heads_is_the_fused_kernels_only_if_the_caller_says_so():
+    q, k = torch.randn(8, 8, 256, 64), torch.randn(8, 1, 256, 64)
+    took = {}
+    with SimulatedGpu("H200", torch="2.11.0") as card:
+        q, k = q.to("cuda", torch.bfloat16), k.to("cuda", torch.bfloat16)
+        for gqa in (False, True):
+            start = len(card.events)
+            torch.nn.functional.scaled_dot_product_attention(q, k, k, enable_gqa=gqa)
+            took[gqa] = [e.requested_bytes for e in card.events[start:] if e.action == "alloc"]
+    assert took[False][0] == 4 * q.numel() and took[False][1] == 4 * k.numel()  # recorded: math, in fp32
+    assert 4 * q.numel() not in took[True]

@@ -26,6 +26,7 @@ class Patches(CudaFaces, TensorFaces, HostFaces, MetaFaces, FileFaces, ParallelF
             self._streams,
             self._tensors,
             self._assigning,
+            self._indexing,
             self._grouping,
             self._constructors,
             self._scripting,

@@ -89,6 +89,7 @@ class TensorFaces(Faces):
             ),
         )
         self.set(tensor, "cpu", lambda t, memory_format=torch.preserve_format: to(t, CPU, memory_format=memory_format))
+        self.set(tensor, "type_as", to)
         self.set(tensor, "item", lambda t: values.read(t) if (value := known(t)) is None else real_item(value))
         self.set(tensor, "tolist", lambda t: real_tolist(on_host(t)))
         self.set(tensor, "numpy", lambda t, *a, **k: real_numpy(on_host(t), *a, **k))
@@ -151,10 +152,13 @@ class TensorFaces(Faces):
         python_variable_indexing.cpp, THPVariable_setitem.
         """
         tracker, tensor = self.card.tracker, torch.Tensor
-        real = tensor.__setitem__
+        real, on_card = tensor.__setitem__, self._listed
 
         def assign(t, index, value):
-            if isinstance(value, torch.Tensor) or real_device(t).type != "meta" or not tracker.knows(t):
+            if real_device(t).type != "meta" or not tracker.knows(t):
+                return real(t, index, value)
+            index = on_card(index)
+            if isinstance(value, torch.Tensor):
                 return real(t, index, value)
             tracker.numbers_stay = True
             try:
@@ -165,6 +169,31 @@ class TensorFaces(Faces):
                 tracker.known.forget(t)
 
         self.set(tensor, "__setitem__", assign)
+
+    def _indexing(self) -> None:
+        """`x[:, [0, 2]]`: a list of numbers becomes a tensor of the card, which autograd keeps like any index.
+
+        python_variable_indexing.cpp, sequenceToVariable. C++ does it out of a dispatch mode's hearing.
+        """
+        tracker, tensor = self.card.tracker, torch.Tensor
+        real, on_card = tensor.__getitem__, self._listed
+
+        def item(t, index):
+            if type(index) in (tuple, list) and real_device(t).type == "meta" and tracker.knows(t):
+                index = on_card(index)
+            return real(t, index)
+
+        self.set(tensor, "__getitem__", item)
+
+    @staticmethod
+    def _listed(index):
+        """The index, its lists of numbers on the card. A list of lists alone may mean a tuple: C++ decides."""
+        if type(index) is tuple:
+            if any(type(part) is list for part in index):
+                return tuple(_brought(part) if type(part) is list else part for part in index)
+        elif type(index) is list and all(isinstance(part, int | float) for part in index):
+            return _brought(index)
+        return index
 
     def _grouping(self) -> None:
         """Foreach code groups tensors by device in C++, which sees meta."""
@@ -182,3 +211,12 @@ class TensorFaces(Faces):
 def _finite(real, answer: bool):
     """`math.isnan` and its kin, for which a number that nobody knows is an ordinary one."""
     return lambda x: answer if isinstance(x, values.Unknown) else real(x)
+
+
+def _brought(numbers: list):
+    """A tensor of the card; the list itself where it is not one of numbers. Without any, it is one of integers."""
+    try:
+        found = torch.tensor(numbers, device=CPU)
+    except (TypeError, ValueError, RuntimeError):
+        return numbers
+    return (found if found.numel() else found.long()).to(CUDA)

@@ -90,13 +90,11 @@ def _positions(tracker, indices, temporaries, values_given=None) -> list:
 
 
 def _lists(tracker, indices) -> list:
-    """A list of numbers became a tensor of the card before: sequenceToVariable, unheard by a dispatch mode."""
-    return [
-        index
-        if index is None or index.dtype in MASKS or _on_host(index) or tracker.knows(index)
-        else tracker.outputs(torch.empty_strided(index.shape, index.stride(), dtype=index.dtype, device="meta"))
-        for index in indices
-    ]
+    """What C++ made of numbers is a tensor of the card, made before and unheard: sequenceToVariable."""
+    for index in indices:
+        if not (index is None or index.dtype in MASKS or _on_host(index) or tracker.knows(index)):
+            tracker.adopt(index)
+    return indices
 
 
 def _same_strides(indices, temporaries) -> None:

@@ -46,10 +46,27 @@ def _plain(q, k, v, mask) -> bool:
     return q.dim() == 4 and dense and 0 not in q.shape and 0 not in k.shape
 
 
+def _heads_fit(q, k, v, gqa) -> bool:
+    """check_batch_size_and_num_heads_dense: one batch size, as many heads or, if told so, a divisor of them."""
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        return False
+    return k.shape[1] == v.shape[1] and (q.shape[1] == k.shape[1] or gqa and q.shape[1] % k.shape[1] == 0)
+
+
+def _mask_fits(q, k, mask) -> bool:
+    """check_attn_mask_shape: two dimensions or four, each the scores' or 1."""
+    if mask is None:
+        return True
+    scores = (*q.shape[:3], k.shape[2])
+    return mask.dim() in (2, 4) and all(m in (1, n) for m, n in zip(mask.shape, scores[-mask.dim() :], strict=True))
+
+
 def _cudnn_takes(card, q, k, v, mask, dropout, gqa) -> bool:
     widest = 256 if card.gpu.capability[0] == 9 else 128
     return (
         _plain(q, k, v, mask)
+        and _heads_fit(q, k, v, gqa)
+        and _mask_fits(q, k, mask)
         and card.gpu.capability >= (8, 0)
         and q.dtype in _HALVES
         and q.shape[-1] % 8 == 0
@@ -68,7 +85,7 @@ def _flash_takes(card, q, k, v, mask, dropout, gqa) -> bool:
         and q.dtype in _HALVES
         and mask is None
         and q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
-        and (gqa or q.shape[1] == k.shape[1] == v.shape[1])
+        and _heads_fit(q, k, v, gqa)
     )
 
 
@@ -77,7 +94,7 @@ def _efficient_takes(card, q, k, v, mask, dropout, gqa) -> bool:
     return (
         _plain(q, k, v, mask)
         and not gqa
-        and q.shape[1] == k.shape[1]
+        and _heads_fit(q, k, v, gqa)
         and q.shape[-1] % aligned == 0
         and v.shape[-1] % aligned == 0
         and (q.dtype is not torch.bfloat16 or card.gpu.capability >= (8, 0))
