@@ -3,14 +3,15 @@
 The workspace depends on the engine that cuDNN chooses: convolution_choices.py says which one that is, and
 convolution_engines.py how many bytes it takes. A 1-d convolution is a 2-d one of height 1 (Convolution.cpp, view4d); a
 transposed one is the input gradient of the convolution whose input it makes, and its own input gradient that one's
-forward. Not modelled: 3-d convolutions and double precision, taken as needing nothing.
+forward. Depthwise ones are often PyTorch's own (depthwise.py). Not modelled: 3-d convolutions and double precision,
+taken as needing nothing.
 """
 
 from __future__ import annotations
 
 import torch
 
-from gpt2.memory.kernels import shapes
+from gpt2.memory.kernels import depthwise, shapes
 from gpt2.memory.kernels.convolution_choices import choose
 from gpt2.memory.kernels.convolution_engines import FORWARD, INPUT, WEIGHT, Shape, workspace
 from gpt2.memory.kernels.scratch import Temporaries, reduction_scratch, rule
@@ -74,6 +75,8 @@ def forward(tracker, func, args, kwargs):
     """Input in cuDNN's layout, output, workspace. Convolution.cpp, ConvShared.cpp; the bias is added in place."""
     source, weight, _, stride, _, _, transposed, _, groups = args
     layout = _layout(source, weight)
+    if layout is torch.contiguous_format and depthwise.native(source, weight, args[3:]):
+        return depthwise.forward(tracker, func, args, kwargs)
     with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
         _copied(temporaries, source, layout)
         out = shapes.call(func, args, kwargs)
@@ -94,8 +97,11 @@ def backward(tracker, func, args, kwargs):
     """
     grad, source, weight = args[:3]
     stride, transposed, groups = args[4], args[7], args[9]
+    layout = _layout(source, weight)
+    if layout is torch.contiguous_format and depthwise.native(source, weight, args[4:10]):
+        return depthwise.backward(tracker, func, args, kwargs)
     out = shapes.call(func, args, kwargs)
-    layout, last = _layout(source, weight), out[1] if out[1] is not None else out[0]
+    last = out[1] if out[1] is not None else out[0]
     with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
         source_copy = _copied(temporaries, source, layout)
         grad_copy = _copied(temporaries, grad, layout)
@@ -108,11 +114,11 @@ def backward(tracker, func, args, kwargs):
             workspace_at = temporaries.take(size)
             if gradient is last:
                 temporaries.give(grad_copy)
-                temporaries.give(source_copy)
+                if source.dim() > 3:  # an image of one dimension is copied before all else and kept
+                    temporaries.give(source_copy)
             temporaries.give(workspace_at)
             temporaries.give(weight_copy)
-    if out[2] is not None:
-        tracker.outputs(out[2])
-        dims = [0, *range(2, grad.dim())]
-        reduction_scratch(tracker.card, grad, dims)
+        if out[2] is not None:
+            tracker.outputs(out[2])
+            reduction_scratch(tracker.card, grad, [0, *range(2, grad.dim())])
     return out
