@@ -415,6 +415,19 @@ def test_a_block_that_another_stream_uses_returns_after_synchronize_at_the_next_
     assert allocator.stats()["active_bytes.all.peak"] == 60 * MiB
 
 
+def test_waiting_for_a_stream_returns_what_only_that_stream_uses():
+    allocator = CachingAllocator(Driver(GiB))
+    one, both = allocator.malloc(30 * MiB), allocator.malloc(40 * MiB)
+    for address, streams in ((one, (5,)), (both, (5, 6))):
+        for stream in streams:
+            allocator.record_stream(address, stream)
+        allocator.free(address)
+    allocator.synchronize(6)
+    assert allocator.malloc(30 * MiB) != one
+    allocator.synchronize(5)
+    assert allocator.malloc(30 * MiB) == one and allocator.malloc(40 * MiB) != both
+
+
 def test_memory_that_waits_is_waited_for_when_there_is_no_other():
     allocator = CachingAllocator(Driver(50 * MiB))
     address = allocator.malloc(30 * MiB)

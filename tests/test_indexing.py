@@ -115,3 +115,10 @@ def test_a_host_number_takes_the_type_and_the_device_of_a_tensor_of_the_card(car
     like = torch.zeros(3, dtype=torch.int64, device="cuda")
     number, forward = events(lambda: torch.tensor(5.0).type_as(like))
     assert number.is_cuda and number.dtype is torch.int64 and forward == [["+", 8]]
+
+
+def test_one_hot_scatters_into_zeros_and_its_width_may_be_known(card, events):
+    classes = torch.tensor([1, 0, 3]).cuda()
+    found, took = events(lambda: torch.nn.functional.one_hot(classes, 4))
+    assert took == [["+", 96]] and found.dtype is torch.int64
+    assert torch.nn.functional.one_hot(classes).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1]]

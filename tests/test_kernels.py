@@ -98,3 +98,14 @@ def test_attention_with_fewer_key_heads_is_the_fused_kernels_only_if_the_caller_
             took[gqa] = [e.requested_bytes for e in card.events[start:] if e.action == "alloc"]
     assert took[False][0] == 4 * q.numel() and took[False][1] == 4 * k.numel()  # recorded: math, in fp32
     assert 4 * q.numel() not in took[True]
+
+
+def test_isinf_makes_absolute_values_and_a_layer_of_width_one_does_without_cublaslt():
+    with SimulatedGpu("H200", torch="2.11.0") as card:
+        x, narrow, wide = torch.randn(400, 128, device="cuda"), *(torch.nn.Linear(128, n).cuda() for n in (1, 2))
+        took = []
+        for call in (lambda: x.isinf(), lambda: narrow(x), lambda: wide(x)):
+            start = len(card.events)
+            call()
+            took.append([e.requested_bytes for e in card.events[start:] if e.action == "alloc"])
+    assert took == [[4 * x.numel(), x.numel()], [1600, 33_554_432], [3200, 1_048_576]]

@@ -308,3 +308,19 @@ def test_log_lines_go_on_and_guards_against_bad_numbers_do_not_stop():
         assert loss.type() == "torch.cuda.FloatTensor"
     assert not torch.accelerator.is_available() or torch.cuda.is_available()
     assert math.isnan(float("nan"))
+
+
+@pytest.mark.parametrize(
+    "wait", [lambda x: x.item(), lambda x: x.cpu(), lambda x: torch.ones(1).cuda(), lambda x: None]
+)
+def test_a_copy_that_blocks_waits_for_the_stream(wait):
+    with SimulatedGpu("H200") as card, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss, side = torch.randn((), device="cuda"), torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            batch = torch.empty(2**22, device="cuda")
+        batch.record_stream(torch.cuda.current_stream())
+        del batch
+        wait(loss)
+        torch.empty(1, device="cuda")
+        assert [e.action for e in card.events].count("free_completed") == (wait(loss) is not None)

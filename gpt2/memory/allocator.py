@@ -191,10 +191,13 @@ class CachingAllocator(Reserve):
         if stream != block.stream:
             block.used_by = (block.used_by or set()) | {stream}
 
-    def synchronize(self) -> None:
-        """The device has caught up: blocks that waited for other streams return at the next `malloc`."""
-        self._finished += self._waiting
-        self._waiting.clear()
+    def synchronize(self, stream: int | None = None) -> None:
+        """The device has caught up, or this stream of it: blocks that waited for it return at the next `malloc`."""
+        if not self._waiting:
+            return
+        done = [block for block in self._waiting if stream is None or block.used_by == {stream}]
+        self._finished += done
+        self._waiting = [block for block in self._waiting if block not in done]
 
     # ---- free blocks ----
 
@@ -282,7 +285,7 @@ class CachingAllocator(Reserve):
         """Freed, but other streams were told of the block: it stays active."""
         block.pool.pending_count += 1
         block.pool.pending_bytes += block.size
-        block.state, block.used_by = PENDING, None
+        block.state = PENDING
         self._waiting.append(block)
         if self.record is not None:
             self.record("free_requested", block.address, block.requested, block.size, block.stream)
@@ -294,6 +297,7 @@ class CachingAllocator(Reserve):
         for block in blocks:
             block.pool.pending_count -= 1
             block.pool.pending_bytes -= block.size
+            block.used_by = None
             if self.record is not None:
                 self.record("free_completed", block.address, block.requested, block.size, block.stream)
             self._return(block)

@@ -230,6 +230,10 @@ class SimulatedGpu:
         """Tensor.record_stream: the block may not be reused before `stream` is done with it."""
         self.allocator.record_stream(self.tracker.block(tensor), stream.cuda_stream)
 
+    def wait_for_stream(self) -> None:
+        """A copy between host and card that blocks waits for the current stream. CUDAFunctions.h, memcpy_and_sync."""
+        self.allocator.synchronize(self.stream)
+
     def set_stream(self, number: int) -> None:
         """torch.cuda.set_stream."""
         self.stream = number

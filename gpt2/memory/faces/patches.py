@@ -8,6 +8,7 @@ are replaced on `torch.Tensor`. `Patches` undoes it all.
 from __future__ import annotations
 
 from gpt2.memory.faces.cuda import CudaFaces
+from gpt2.memory.faces.engine import EngineFaces
 from gpt2.memory.faces.files import FileFaces
 from gpt2.memory.faces.host import HostFaces
 from gpt2.memory.faces.meta import MetaFaces
@@ -15,7 +16,7 @@ from gpt2.memory.faces.parallel import ParallelFaces
 from gpt2.memory.faces.tensors import TensorFaces
 
 
-class Patches(CudaFaces, TensorFaces, HostFaces, MetaFaces, FileFaces, ParallelFaces):
+class Patches(CudaFaces, TensorFaces, EngineFaces, HostFaces, MetaFaces, FileFaces, ParallelFaces):
     """Everything that is replaced, and how it is put back."""
 
     def install(self) -> None:
@@ -28,6 +29,7 @@ class Patches(CudaFaces, TensorFaces, HostFaces, MetaFaces, FileFaces, ParallelF
             self._assigning,
             self._indexing,
             self._grouping,
+            self._engine,
             self._constructors,
             self._scripting,
             self._meta,

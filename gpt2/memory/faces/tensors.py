@@ -53,7 +53,10 @@ class TensorFaces(Faces):
 
         def known(t):
             """The tensor itself if it has values, what is known of it if it has not, None if nothing is."""
-            return tracker.known.value(t) if valueless(t) else t
+            if not valueless(t):
+                return t
+            self.card.wait_for_stream()
+            return tracker.known.value(t)
 
         def boolean(t):
             if (value := known(t)) is not None:

@@ -109,8 +109,10 @@ def vectors(tracker, func, args, kwargs):
 
 
 def _takes_cublaslt(bias, mat2, beta) -> bool:
-    """Blas.cpp, addmm_out_cuda_impl: a contiguous 1-D bias as long as the result is wide, beta 1."""
-    return bias.dim() == 1 and bias.is_contiguous() and mat2.dim() == 2 and bias.numel() == mat2.shape[1] and beta == 1
+    """Blas.cpp, addmm_out_cuda_impl: a contiguous 1-D bias as long as the result is wide, beta 1, and a second matrix
+    of more than one row and column: "if mat2 has only 1 row or column", cublasLt finds no algorithm."""
+    fits = bias.dim() == 1 and bias.is_contiguous() and mat2.dim() == 2 and bias.numel() == mat2.shape[1]
+    return fits and beta == 1 and min(mat2.shape) > 1
 
 
 @rule(aten.addmm.default)
@@ -198,6 +200,16 @@ def safe_softmax(tracker, func, args, kwargs):
         for size in (scores.numel(), scores.numel() // scores.shape[args[1]], scores.element_size()):
             temporaries.take(size)
     return out
+
+
+@rule(aten.isinf.default)
+def isinf(tracker, func, args, kwargs):
+    """`self.abs() == inf`, but for integers. TensorCompare.cpp."""
+    tensor = args[0]
+    with Temporaries(tracker.card, "isinf: absolute values") as temporaries:
+        if tensor.dtype.is_floating_point:
+            temporaries.take(tensor.numel() * tensor.element_size())
+        return tracker.outputs(shapes.call(func, args, kwargs))
 
 
 @rule(aten.add.Tensor)

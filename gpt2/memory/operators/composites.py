@@ -1,4 +1,4 @@
-"""Composite operators that take another way for meta tensors than on a card: linear, rms_norm, recurrent nets.
+"""Composite operators that take another way for meta tensors than on a card: linear, one_hot, rms_norm, recurrent.
 
 Each path is a kernel above autograd's own, as in `gpt2/memory/operators/attention.py`.
 """
@@ -21,6 +21,13 @@ def _linear(x, weight, bias=None):
     if bias is None or x.dim() == 2 or x.is_contiguous():
         return aten.linear.default.decompose(x, weight, bias)
     return torch.matmul(x, weight.t()).add_(bias)
+
+
+def _one_hot(classes, num_classes=-1):
+    """Onehot.cpp: zeros, and ones scattered into them; meta tensors compare with an arange instead."""
+    if num_classes == -1:
+        num_classes = int(classes.max()) + 1
+    return classes.new_zeros((*classes.shape, num_classes)).scatter_(-1, classes.unsqueeze(-1), 1)
 
 
 def _fused_rms_norm(card):
@@ -63,4 +70,4 @@ def _rms_norm(card):
 
 def paths(card) -> dict:
     """Name of the operator and the card's way of doing it."""
-    return {"linear": _linear, "rms_norm": _rms_norm(card), **recurrent.paths(card)}
+    return {"linear": _linear, "one_hot": _one_hot, "rms_norm": _rms_norm(card), **recurrent.paths(card)}

@@ -94,11 +94,14 @@ class Tracker(TorchDispatchMode):
                 if not any(isinstance(a, torch.Tensor) for a in args):
                     return self._run(func, args, kwargs)  # a composite made it with the options of a tensor of the card
             if device.type == "cpu" and func is aten._to_copy.default and self.knows(args[0]):
+                if not kwargs.get("non_blocking"):
+                    self.card.wait_for_stream()
                 return values.to_host(args[0], kwargs, self.known.value(args[0]))
         if func in _HOST_FACTORIES and not self._keeps_values(args, kwargs):
             return func(*args, **{**kwargs, "device": META, "pin_memory": False})
         if self._among(self.live, args):
             if func is aten.copy_.default and _device_of(args[0]).type == "cpu":
+                self.card.wait_for_stream()
                 return values.forget(args[0], self.known.value(args[1]))
             return self._run(func, args, kwargs)
         return self._on_host(func, args, kwargs)
@@ -210,6 +213,8 @@ class Tracker(TorchDispatchMode):
             raise NotImplementedError("Cannot copy out of meta tensor; no data!")
         valueless = _device_of(source).type == "meta"
         out = self.outputs(aten._to_copy.default(source if valueless else source.to(META), **kwargs))
+        if not kwargs.get("non_blocking"):
+            self.card.wait_for_stream()
         if not valueless:
             self.known.note(out, source)
         return out
