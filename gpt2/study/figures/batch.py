@@ -24,7 +24,7 @@ def batch_sweep(table: pd.DataFrame, *, capacity_bytes: int, fixed_bytes: int, s
     works, fails = table[table["fits"].astype(bool)], table[~table["fits"].astype(bool)]
     kinds = list(dict.fromkeys(table["kind"]))
     largest, promised = int(works["batch"].max()), int((capacity_bytes - fixed_bytes) // sequence_bytes)
-    title = title or f"The straight line promises a batch of {promised}; {largest} fit: reserved gets there first"
+    title = title or f"The straight line promises {promised} sequences, {largest} fit: reserved memory fills the card"
     sheet = Sheet(title, subtitle, width=8.6, height=4.4,
                   says=f"Peak allocated and reserved memory over batch sizes {table['batch'].min()} to "
                        f"{table['batch'].max()}, and the {mib(capacity_bytes, 0)} of the card.")
@@ -53,7 +53,7 @@ def batch_sweep(table: pd.DataFrame, *, capacity_bytes: int, fixed_bytes: int, s
     for batch in sorted(set(fails["batch"])):
         axes.plot(batch, capacity_bytes, marker="x", markersize=8, markeredgewidth=1.8, color=ALARM, zorder=5)
     if len(fails):
-        note(axes, "out of memory", fails["batch"].min(), capacity_bytes, 0, 12, ha="center", color=ALARM)
+        note(axes, "out of memory", fails["batch"].min(), capacity_bytes, 10, 12, ha="right", color=ALARM)
     axes.axvline(largest, 0, 1 / 1.1, color=_RESERVED, linewidth=0.7, linestyle=_DASHED, zorder=0.5)
     note(axes, f"{largest} fit", largest, 0, -5, 12, ha="right", color=INK, weight="bold")
     marker_key(axes, kinds, 0.03, 0.82)
@@ -90,9 +90,9 @@ def fragmentation(table: pd.DataFrame, *, capacity_bytes: int | None = None, tit
         axes.plot(steps, allocated, color=INK)
         if i == 0:
             start = rows.iloc[: max(1, len(rows) // 4)]
-            note(axes, "reserved", steps.min(), start["reserved_bytes"].max(), 4, 9, color=_RESERVED)
+            note(axes, "reserved", steps.max(), end["reserved_bytes"], -4, 8, ha="right", color=_RESERVED)
             note(axes, "allocated", steps.min(), start["allocated_bytes"].min(), 4, -10)
-        heading = f"{name}: {mib(gaps[name], 0)} apart" if name else f"{mib(gaps[name], 0)} apart"
+        heading = f"{name + ': ' if name else ''}{mib(gaps[name], 0)} apart in the last step"
         note(axes, heading, 0, 1, 0, 8, of="axes", va="bottom", weight="bold")
         if capacity_bytes:
             axes.axhline(capacity_bytes, color=ALARM, linewidth=1)

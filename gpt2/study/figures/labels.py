@@ -52,7 +52,7 @@ def marker_key(axes: Axes, kinds: Sequence[str], x: float, y: float) -> None:
     for i, kind in enumerate(kinds):
         at = y - 0.065 * i
         axes.plot(x, at, transform=axes.transAxes, color=INK, linestyle="", clip_on=False, **marker(kind))
-        note(axes, kind, x, at, 8, of="axes")
+        note(axes, kind.replace("measured", "recorded"), x, at, 8, of="axes")
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -137,23 +137,29 @@ def _badness(candidate, taken, frame) -> float:
     return covered + 50 * outside + distance
 
 
-def ledger_bar(sheet: Sheet, axes: Axes, kept: pd.Series, heading: str) -> None:
-    """A bar right of the axes, at their scale, whose labels name every owner and its bytes. It takes 2.6 inches."""
+def ledger_bar(sheet: Sheet, axes: Axes, kept: pd.Series, heading: str, shown: Iterable[str] = ()) -> None:
+    """A bar right of the axes, at their scale, whose labels name every owner and its bytes. It takes 2.6 inches.
+
+    Owners in `shown` are named even if they hold nothing then: the label is the key to their colour in the axes.
+    """
+    shown = set(shown)
     box = axes.get_position()
     bar = sheet.figure.add_axes((box.x1 + 0.2 / sheet.width, box.y0, 0.3 / sheet.width, box.height))
     bar.set(xlim=(0, 1), ylim=axes.get_ylim())
     bar.set_axis_off()
-    parts = [(category, kept[category.value]) for category in Category if kept.get(category.value, 0) > 0]
+    parts = [(category, kept[category.value]) for category in Category
+             if kept.get(category.value, 0) > 0 or category.value in shown]
     middles = np.cumsum([size for _, size in parts]) - np.array([size for _, size in parts]) / 2
     top = axes.get_ylim()[1]
     per_inch = top / (box.height * sheet.height)
     rows = spread(middles, 0.17 * per_inch, 0.06 * per_inch, top - 0.06 * per_inch)
     total, floor = kept.sum(), 0.0
     for (category, size), middle, row in zip(parts, middles, rows, strict=True):
-        bar.bar(0.5, size, 1, floor, color=colour(category), linewidth=0)
+        if size:
+            bar.bar(0.5, size, 1, floor, color=colour(category), linewidth=0)
         bar.plot([1, 1.35, 1.65, 1.85], [middle, middle, row, row], color=colour(category), linewidth=1, clip_on=False)
         bar.text(1.95, row, category.value, size=8, va="center")
-        amount = number(size / MIB, 0 if size >= 100 * MIB else 1) if size >= 0.05 * MIB else "< 0.1"
+        amount = number(size / MIB, 0 if size >= 100 * MIB else 1) if size >= 0.05 * MIB else "< 0.1" if size else "0"
         bar.text(7.25, row, amount, size=8, va="center", ha="right")
         share = f"{size / total:.0%}" if size >= 0.005 * total else ""
         bar.text(8.25, row, share, size=8, va="center", ha="right", color=MUTED)

@@ -47,7 +47,8 @@ def staircase(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Fi
     sources = list(dict.fromkeys(table["source"]))
     changes = table.set_index(["line", "source"])["change_bytes"]
     largest = stairs.loc[stairs["change_bytes"].abs().idxmax()]
-    title = title or f"No line moves as much as {largest['line']}: {mib(abs(largest['change_bytes']))}"
+    line = largest["line"].split(", step")[0]
+    title = title or f"No line moves more than {line}: {mib(abs(largest['change_bytes']))}"
     column, names = 0.95, 0.25 + 0.065 * max(map(len, stairs["line"]))
     sheet = Sheet(title, subtitle, width=9, height=1.1 + _ROW * len(stairs),
                   says=f"A staircase of the memory allocated after each of {len(stairs)} lines of the training loop.")
@@ -124,7 +125,7 @@ def mountain(trace: Trace, timeline: pd.DataFrame, readings: Sequence[Mark], *, 
     bytes_axis(axes.yaxis, "memory allocated (MiB)")
     axes.set_xlabel(f"{len(readings)} readings in order, and the peak, outlined")
     axes.set_xticks([0, at, len(indices) - 1], ["1", "peak", str(len(readings))])
-    ledger_bar(sheet, axes, stacks.iloc[at], "at the peak")
+    ledger_bar(sheet, axes, stacks.iloc[at], "at the peak", shown=stacks.columns[stacks.max() > 0])
     return sheet.figure
 
 
@@ -156,7 +157,8 @@ def step_by_owner(trace: Trace, timeline: pd.DataFrame, *, step: int = 2, title:
     note(axes, "high-water line", 0.985, most, 0, -9, of="y", ha="right", color=MUTED)
     bytes_axis(axes.yaxis, "memory allocated (MiB)")
     axes.set_xlabel(f"allocator events of step {step} (count)")
-    ledger_bar(sheet, axes, kept, "at the peak")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    ledger_bar(sheet, axes, kept, "at the peak", shown=rows.columns[rows.max() > 0])
     return sheet.figure
 
 
@@ -196,6 +198,7 @@ def allocator_trace(trace: Trace, readings: Sequence[Mark], *, step: int = 2, ti
          of="y", va="bottom", ha="left" if side < 0 else "right", color=_HOOK)
     bytes_axis(axes.yaxis, "memory allocated (MiB)")
     axes.set_xlabel(f"allocator events of step {step} (count)")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     return sheet.figure
 
 
@@ -225,8 +228,8 @@ def growth(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figur
         axes.plot(rows["length"], total, linestyle="", color=INK, clip_on=False, zorder=4, **marker(kind))
     thin_ticks(sheet, axes, table["length"])
     bytes_axis(axes.yaxis, "saved by one block (MiB)")
-    note(axes, f"everything else, with T\n{mib(linear, 0)}", 1, linear / 2, 9, of="y", size=8.5)
-    note(axes, f"probabilities, with T²\n{mib(square, 0)}", 1, linear + square / 2, 9, of="y", size=8.5)
+    note(axes, f"everything else,\nwith T: {mib(linear, 0)}", 1, linear / 2, 9, of="y", size=8.5)
+    note(axes, f"probabilities and mask,\nwith T²: {mib(square, 0)}", 1, linear + square / 2, 9, of="y", size=8.5)
     marker_key(axes, kinds, 0.03, 0.95)
     return sheet.figure
 
@@ -258,7 +261,7 @@ def blind_spot(trace: Trace, readings: Sequence[Mark], step: int) -> tuple[int, 
 def asked(event: Event) -> str:
     """Who asked for how much: `log-softmax backward asks for 1,570.5 MiB`."""
     name = event.operator.removeprefix("aten.").strip("_").removesuffix("_data").replace("_", " ")
-    name = name.replace("log softmax", "log-softmax") or event.module or "somebody"
+    name = name.replace("log softmax", "log-softmax") or event.module or "an operator without a name"
     return f"{name} asks for {mib(event.requested_bytes)}"
 
 

@@ -21,7 +21,7 @@ def by_kind(tables: dict[str, pd.DataFrame], *, title: str = "", subtitle: str =
     kinds = list(dict.fromkeys(kind for table in tables.values() for kind in table["kind"]))
     sums = {name: table.groupby("kind")["busy_ms"].sum() for name, table in tables.items()}
     shares = {name: total.get("matrix product", 0) / total.sum() for name, total in sums.items()}
-    title = title or "Products of matrices take this much of the kernels' time: " + ", ".join(
+    title = title or "Of the kernels' time products of matrices take " + ", ".join(
         f"{share:.0%} in {name}" for name, share in shares.items())
     said = {name: ", ".join(f"{kind} {number(ms)} ms" for kind, ms in total.items()) for name, total in sums.items()}
     sheet = Sheet(title, subtitle, width=9, height=0.95 + 0.25 * len(kinds), says=" ".join(
@@ -120,7 +120,7 @@ def late_loader(timelines: dict[str, pd.DataFrame], *, title: str = "", subtitle
     holes = {name: _holes(table) for name, table in timelines.items()}
     worst = max(holes, key=lambda name: max((b - a for a, b in holes[name]), default=0))
     longest = max((b - a for a, b in holes[worst]), default=0)
-    title = title or f"A loader that is late is a gap of {number(longest)} ms before the first kernel of a step"
+    title = title or f"A late loader leaves the GPU idle for {number(longest)} ms before the first kernel of a step"
     sheet = Sheet(title, subtitle, width=9, height=0.75 + 0.75 * len(timelines), says=" ".join(
         f"{name}: gaps of {', '.join(number(b - a) for a, b in gaps) or 'none'} ms between steps."
         for name, gaps in holes.items()))
@@ -135,6 +135,11 @@ def late_loader(timelines: dict[str, pd.DataFrame], *, title: str = "", subtitle
             boxes = [[(a, y - 0.3), (a, y + 0.3), (b, y + 0.3), (b, y - 0.3)]
                      for a, b in _joined(part.sort_values("start_ms"), 0.01 / scale)]
             axes.add_collection(PolyCollection(boxes, facecolors=_PHASES.get(phase, FAINT), linewidth=0))
+            if y == 0:
+                once = part[part["step"] == part["step"].min()]
+                start, end = once["start_ms"].min(), (once["start_ms"] + once["duration_ms"]).max()
+                if (end - start) * scale > sheet.text_inches(phase, 8):
+                    note(axes, phase, (start + end) / 2, y - 0.3, 0, 7, ha="center")
         for start, end in holes[name]:
             if (end - start) * scale > sheet.text_inches("00.0 ms", 8):
                 axes.annotate("", (start, y), (end, y), arrowprops={"arrowstyle": "<->", "color": ALARM,

@@ -96,8 +96,8 @@ def copies(table: pd.DataFrame, *, title: str = "", subtitle: str = "") -> Figur
     sizes = sorted(set(table["size_bytes"]))
     big = table[table["size_bytes"] == sizes[-1]]
     slow, fast = big.loc[big["host_ms"].idxmax()], big.loc[big["host_ms"].idxmin()]
-    title = title or (f"Python waits {number(slow['host_ms'], 2)} ms for a copy that is {slow['memory']}, "
-                      f"{slow['call']}; {number(fast['host_ms'], 2)} ms if {fast['memory']}, {fast['call']}")
+    title = title or (f"A {slow['memory']} copy holds Python for {number(slow['host_ms'], 2)} ms, a {fast['memory']} "
+                      f"{fast['call']} one for {number(fast['host_ms'], 2)}")
     names = list(dict.fromkeys(table["memory"] + ", " + table["call"]))
     shown = " and ".join(f"{number(size / MIB, 2)} MiB" for size in sizes)
     sheet = Sheet(title, subtitle, width=9, height=0.95 + 0.42 * len(names),
