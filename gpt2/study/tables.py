@@ -160,9 +160,9 @@ def guessed(guess: float, found: float, unit: str = "MiB") -> str:
     far = (
         "right within 5 %"
         if 0.95 <= ratio <= 1.05
-        else f"{ratio:.1f} times too low"
+        else f"{ratio:,.1f} times too low"
         if ratio > 1
-        else f"{1 / ratio:.1f} times too high"
+        else f"{1 / ratio:,.1f} times too high"
     )
     return f"guessed {guess:,.0f} {unit}, found {found:,.0f} {unit}: {far}"
 

@@ -85,7 +85,8 @@ def _smaller(read: OomMessage, found: Sequence[Candidate], batch: int | None) ->
                "where the default (foreach) takes one more copy of them.")
     if likely != "parameter":
         yield "Checkpoint the blocks (torch.utils.checkpoint): what they keep for backward goes, for one more forward."
-        yield "Train under bf16 autocast: most of what is kept halves."
+        yield ("Train under bf16 autocast, with fused attention (scaled_dot_product_attention): most of what is kept "
+               "halves. Attention written out keeps its scores and probabilities in two precisions and gains little.")
     if batch != 1:
         yield (f"Lower the batch{f' of {batch}' if batch else ' if it is above 1'} and accumulate gradients over more "
                "micro-batches: everything per token shrinks with it, weights and optimizer state do not.")

@@ -15,7 +15,7 @@ from gpt2.memory.simulator import SimulatedGpu
 from gpt2.model import GPT2, Attention, Size, size
 from gpt2.step import Recipe, Training
 from gpt2.study.experiments import Experiment
-from gpt2.study.findings.failures import MIB, attempt
+from gpt2.study.findings.failures import MIB, attempt, predicted_for
 from gpt2.study.tables import Shown
 
 
@@ -43,7 +43,7 @@ def wrong_dimension(batch: int = 8, length: int = 512, **card) -> Shown:
     heads = ["inputs", "targets", "what it says", "taken by the forward (MiB)"]
     table = pd.DataFrame(rows, columns=heads)
     table.insert(0, "slices", ["buffer[:T], buffer[1:]", "buffer[:, :-1], buffer[:, 1:]"])
-    return Shown(table, f"A buffer of {batch} x {length + 1} tokens. Predicted, no GPU.")
+    return Shown(table, f"A buffer of {batch} x {length + 1} tokens. {predicted_for(**card)}")
 
 
 def view_or_reshape(batch: int = 8, length: int = 1024, **card) -> Shown:
@@ -59,7 +59,7 @@ def view_or_reshape(batch: int = 8, length: int = 1024, **card) -> Shown:
 
     attempt(program, **card)
     table = pd.DataFrame([(what, *found) for what, found in rows], columns=["call", "what it says", "takes (bytes)"])
-    return Shown(table, f"Of a buffer of {batch} x {length + 1:,} int64. Predicted, no GPU.")
+    return Shown(table, f"Of a buffer of {batch} x {length + 1:,} int64. {predicted_for(**card)}")
 
 
 def _taken(call) -> tuple[str, int]:
@@ -131,7 +131,7 @@ def cached_table(**card) -> Shown:
     """What a cache that nobody reads costs a training run."""
     rows = [(how, size, size / MIB) for how, size in cached(**card).items()]
     return Shown(pd.DataFrame(rows, columns=["k and v of 12 layers", "held after the step (bytes)", "held (MiB)"]),
-                 "Above what is allocated between two steps anyway. Predicted, no GPU.")
+                 f"Above what is allocated between two steps anyway. {predicted_for(**card)}")
 
 
 @lru_cache

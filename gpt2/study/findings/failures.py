@@ -58,6 +58,11 @@ def attempt(program: Callable[[SimulatedGpu], object], *, gpu: str = "A40", torc
     return Attempt(trace, message)
 
 
+def predicted_for(*, gpu: str = "A40", torch_release: str = "2.5.1", **_) -> str:
+    """What stands below a table whose program an `attempt` ran on this card."""
+    return f"Predicted for {gpu}, torch {torch_release}."
+
+
 @lru_cache
 def step(recipe: Recipe, *, gpu: str, torch_release: str, room_mib: int | None = None, steps: int = 2,
          lengths: tuple[int, ...] = (), allocator_conf: str = "") -> Attempt:
@@ -214,7 +219,7 @@ def pinned_table(**card) -> Shown:
                          at["largest_free_bytes"] / MIB))
     heads = ["setting", "moment", "allocated (MiB)", "reserved (MiB)", "largest free piece (MiB)"]
     return Shown(pd.DataFrame(rows, columns=heads), "A card with 20,000 MiB of room; 11 GB are 10,490 MiB. "
-                                                    "Predicted, no GPU.")
+                                                    + predicted_for(**card))
 
 
 def three_sizes(allocator_conf: str, rounds: int = 100, *, gpu: str = "A40", torch_release: str = "2.6.0") -> list[int]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpt2.memory.simulator import SimulatedGpu
-from gpt2.study.findings.failures import MIB, Attempt, attempt
+from gpt2.study.findings.failures import MIB, Attempt, attempt, predicted_for
 from gpt2.study.tables import Shown
 
 ROWS, WIDTH = 4096, 256  # of the small net's input: 4 MiB in fp32
@@ -152,7 +152,7 @@ def held_over_table(**card) -> Shown:
         first, second, *_ = held_over(delete, **card)
         rows.append((title, first / MIB, second / MIB, second - first))
     heads = ["loop", "peak of step 1 (MiB)", "peak of step 2 (MiB)", "difference (bytes)"]
-    return Shown(pd.DataFrame(rows, columns=heads), f"The output has {OUT_BYTES:,} bytes. Predicted, no GPU.")
+    return Shown(pd.DataFrame(rows, columns=heads), f"The output has {OUT_BYTES:,} bytes. {predicted_for(**card)}")
 
 
 # --- hooks that keep tensors ------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def hooks_table(**card) -> Shown:
     """What hooks keep."""
     rows = [(f"a hook that stores {what}", kept_by_hooks(what, **card)) for what in ("outputs", "numbers")]
     return Shown(pd.DataFrame(rows, columns=["hook", "kept after the forward (bytes)"]),
-                 "Three modules, one forward without gradients. Predicted, no GPU.")
+                 f"Three modules, one forward without gradients. {predicted_for(**card)}")
 
 
 # --- a caught error -----------------------------------------------------------------------------------------------
@@ -223,4 +223,4 @@ def caught_table(**card) -> Shown:
     """Where the 500 MiB are."""
     _, read = caught(**card)
     return Shown(pd.DataFrame([(what, size / MIB) for what, size in read], columns=["moment", "allocated (MiB)"]),
-                 "A card with 1,000 MiB of room. Predicted, no GPU.")
+                 f"A card with 1,000 MiB of room. {predicted_for(**card)}")
