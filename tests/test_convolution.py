@@ -10,7 +10,7 @@ from gpt2.memory.kernels import convolution_choices as choices
 from gpt2.memory.kernels.convolution_engines import FORWARD, INPUT, WEIGHT, Shape, engine, workspace
 from gpt2.study import paths
 from gpt2.study.probes import convolution_choices as made
-from gpt2.study.probes import convolution_rows, convolutions, runs
+from gpt2.study.probes import convolution_nets, convolution_rows, convolutions, runs
 from gpt2.study.probes import convolution_tags as tags
 
 FACTS, LINES = made.unpacked(paths.ROOT / "results" / made.RECORDED)
@@ -88,6 +88,44 @@ def test_with_tf32_errors_nearly_cancel(left_out):
     assert abs(sum(errors) / len(errors)) < 0.02
 
 
+NET_FACTS, NET_LINES = made.unpacked(paths.ROOT / "results" / made.NETS)
+IN_NETS = {choices.shape_of_any(line): int(line["bytes"]) for line in NET_LINES}
+
+
+def test_nets_and_probes_say_the_same_of_the_same_pass():
+    both = {shape: (size, IN_NETS[shape]) for shape, size in ASKED if shape in IN_NETS}
+    assert len(both) >= 440
+    assert not {shape: sizes for shape, sizes in both.items() if sizes[0] != sizes[1]}
+
+
+def test_a_pass_that_was_observed_in_a_net_takes_what_it_took():
+    assert not {s: size for s, size in IN_NETS.items() if workspace(s, choices.choose(s)) != size}
+
+
+def test_the_probes_speak_for_nets_that_were_recorded_later():
+    table = choices.Choices(list(choices.read())[: len(ASKED)])
+    unseen = {shape: size for shape, size in IN_NETS.items() if shape not in table.exactly}
+    errors = {s: abs(workspace(s, table.engine(s)) - size) / (size + tensors_bytes(s)) for s, size in unseen.items()}
+    assert len(unseen) >= 500
+    assert sum(error == 0 for error in errors.values()) / len(unseen) > 0.74
+    assert sum(error <= 0.02 for error in errors.values()) / len(unseen) > 0.86
+
+
+def test_the_table_of_passes_is_what_the_recordings_of_nets_say():
+    probes = list(choices.read())[: len(ASKED)]
+    lines = list(made.passes(NET_LINES[::25], probes))
+    told = {choices.shape_of_any(line): engine(line["engine"]) for line in lines}
+    assert told and told == {shape: choices.choose(shape) for shape in told}
+
+
+def test_the_workspaces_of_a_net_are_read_out_of_its_recording():
+    name = "autoencoder-bf16"
+    assert name in convolution_nets.recordings()
+    found = convolution_nets.passes(name)
+    assert len(found) == 9
+    assert found == {shape: IN_NETS[shape] for shape in found}
+
+
 # One layer by hand: 64 filters of 3 x 7 x 7, stride 2, 16 images of 224 x 224 (the first of a ResNet).
 STEM = Shape(FORWARD, "bf16", 16, 3, 64, (224, 224), (7, 7), (112, 112), (2, 2))
 
@@ -149,6 +187,15 @@ def test_who_computes_a_depthwise_convolution(dtype, kernel, stride, own):
     where = [[stride, stride], [1, 1], [1, 1], False, [0, 0], 64]
     assert depthwise.native(source, weight, where) is own
     assert not depthwise.native(source, meta(64, 64, kernel, kernel, dtype=dtype), [*where[:-1], 1])
+
+
+def test_groups_come_one_after_another_eight_at_a_time():
+    grouped = Shape(FORWARD, "bf16", 8, 1088, 1088, (7, 7), (3, 3), (7, 7), (1, 1), groups=17)
+    one = 2 * (2 * 8 * 64 * 49 + 64 * 64 * 9)  # bytes of one group's X, Y and W
+    assert workspace(grouped, engine("xwy 8 8 groups - 8 16")) == 8 * (one + 16) == 1_392_768
+    assert workspace(grouped._replace(channels=192, filters=192, groups=3), engine("xwy 8 8 groups - 8 16")) == 3 * (
+        one + 16
+    )
 
 
 def meta(*sizes, dtype=torch.float32):

@@ -18,6 +18,7 @@ from gpt2.memory.kernels.scratch import Temporaries, reduction_scratch, rule
 
 aten = torch.ops.aten
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+WORKSPACE = "cuDNN convolution workspace"  # as traces name it
 
 
 def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -62,9 +63,14 @@ def asked(which: str, source, weight, out, stride, transposed: bool, groups: int
     )
 
 
-def _size(which: str, source, weight, out, stride, transposed: bool, groups: int) -> int:
+def known(source: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether this is a convolution that is modelled, and of anything."""
+    return source.dim() <= 4 and source.dtype in DTYPES and source.numel() > 0 and out.numel() > 0
+
+
+def workspace_bytes(which: str, source, weight, out, stride, transposed: bool, groups: int) -> int:
     """Bytes of the workspace of one pass."""
-    if source.dim() > 4 or source.dtype not in DTYPES or not source.numel() or not out.numel():
+    if not known(source, out):
         return 0
     shape = asked(which, source, weight, out, stride, transposed, groups)
     return workspace(shape, choose(shape))
@@ -77,14 +83,14 @@ def forward(tracker, func, args, kwargs):
     layout = _layout(source, weight)
     if layout is torch.contiguous_format and depthwise.native(source, weight, args[3:]):
         return depthwise.forward(tracker, func, args, kwargs)
-    with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
+    with Temporaries(tracker.card, WORKSPACE) as temporaries:
         _copied(temporaries, source, layout)
         out = shapes.call(func, args, kwargs)
         if layout is not torch.contiguous_format:  # the meta kernel does not know the card's layout
             out = out.to(memory_format=layout)
         tracker.outputs(out)
         _copied(temporaries, weight, layout)
-        temporaries.take(_size(FORWARD, source, weight, out, stride, transposed, groups))
+        temporaries.take(workspace_bytes(FORWARD, source, weight, out, stride, transposed, groups))
     return out
 
 
@@ -102,7 +108,7 @@ def backward(tracker, func, args, kwargs):
         return depthwise.backward(tracker, func, args, kwargs)
     out = shapes.call(func, args, kwargs)
     last = out[1] if out[1] is not None else out[0]
-    with Temporaries(tracker.card, "cuDNN convolution workspace") as temporaries:
+    with Temporaries(tracker.card, WORKSPACE) as temporaries:
         source_copy = _copied(temporaries, source, layout)
         grad_copy = _copied(temporaries, grad, layout)
         for which, gradient in zip((INPUT, WEIGHT), out, strict=False):
@@ -110,7 +116,7 @@ def backward(tracker, func, args, kwargs):
                 continue
             tracker.outputs(gradient)
             weight_copy = _copied(temporaries, weight, layout) if which == INPUT else 0
-            size = _size(which, source, weight, grad, stride, transposed, groups)
+            size = workspace_bytes(which, source, weight, grad, stride, transposed, groups)
             workspace_at = temporaries.take(size)
             if gradient is last:
                 temporaries.give(grad_copy)

@@ -5,20 +5,22 @@ cuDNN's heuristic is not published, and the recording shows that it is no formul
 81); with 24 to 128 images it is 13, with 6 or 8 it is 3. The same few numbers of pieces come back everywhere, and
 decision trees grown on the recording are right about 65 to 85 % of the engines that they were not grown on. It looks
 like a table of tuned convolutions, and so it is modelled: convolution_choices.csv.gz holds the engine of each pass of
-7,688 convolutions observed on an H200 (cuDNN 9.19; `python -m gpt2.study.probes.convolution_choices` makes it of the
-recording). One that is not in it takes the engine for which its nearest five vote.
+7,688 convolutions observed on an H200 (cuDNN 9.19), convolution_passes.csv.gz that of 526 more passes in nets, told by
+their bytes (`python -m gpt2.study.probes.convolution_choices` makes both of the recordings). One that is in neither
+takes the engine for which its nearest five vote.
 
 How often that meets what cuDNN does, on convolutions left out of the table: to the byte in 77 % of the passes, within
 2 % of workspace and tensors in 86 % (by pass and dtype: MET in tests/test_convolution.py); on the average it says 2 %
-too much. On 525 passes of nets that were recorded later and not on the list: 74 % and 87 %. Weight gradients and
-channels-last fp32 are the worst. Without TF32 cuDNN takes Fourier transforms, with workspaces of up to 9 GB; there only
-nets at batches of 8 and 16 were observed.
+too much. On the 526 passes in nets, before they were added: 74 % and 87 %. Weight gradients and channels-last fp32 are
+the worst. Without TF32 cuDNN takes Fourier transforms, with workspaces of up to 9 GB; there only nets at batches of 8
+and 16 were observed.
 
 A rule besides: images of one point need nothing (85 of 90 passes in two nets; the other five took up to 6.5 kB).
 
-Not observed: convolutions of one dimension or of images that are not square (taken as the square ones of as many
-points); 3-d and dilated ones (taken as needing nothing, and as if not dilated); other cards and cuDNN releases (taken
-as an H200 with 9.19); `cudnn.benchmark`, which chooses by timing.
+Hardly observed: convolutions of one dimension (two nets; else taken as the square ones of as many points) and groups of
+more than one channel (three widths and two nets). Not observed: images that are not square; 3-d and dilated ones (taken
+as needing nothing, and as if not dilated); other cards and cuDNN releases (taken as an H200 with 9.19);
+`cudnn.benchmark`, which chooses by timing.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from typing import NamedTuple
 
 from gpt2.memory.kernels.convolution_engines import FORWARD, INPUT, NOTHING, WEIGHT, Engine, Shape, engine
 
-OBSERVED = Path(__file__).with_name("convolution_choices.csv.gz")
+OBSERVED = Path(__file__).with_name("convolution_choices.csv.gz")  # a line a convolution, a column a pass
+IN_NETS = Path(__file__).with_name("convolution_passes.csv.gz")  # a line a pass, in any shape
 NEAREST = 5  # that vote
 PASSES = (FORWARD, INPUT, WEIGHT)
 
@@ -121,12 +124,18 @@ class Choices:
         return next((c.engine for *_, c in near if (c.engine.converted, c.engine.partial) == wins), NOTHING)
 
 
-def read(path: Path = OBSERVED) -> Iterable[tuple[Shape, Engine]]:
-    """The table: a line a convolution, a column a pass."""
+def _lines(path: Path) -> Iterable[dict]:
     with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-        for line in csv.DictReader(row for row in file if not row.startswith("#")):
-            for which in PASSES:
-                yield shape(which, line), engine(line[which])
+        yield from csv.DictReader(row for row in file if not row.startswith("#"))
+
+
+def read() -> Iterable[tuple[Shape, Engine]]:
+    """The two tables that come with the package."""
+    for line in _lines(OBSERVED):
+        for which in PASSES:
+            yield shape(which, line), engine(line[which])
+    for line in _lines(IN_NETS):
+        yield shape_of_any(line), engine(line["engine"])
 
 
 def shape(which: str, line: dict) -> Shape:
@@ -137,6 +146,19 @@ def shape(which: str, line: dict) -> Shape:
     out = (H + 2 * pad - R) // stride + 1
     image, kernel, out, stride = ((size if dims == 2 else 1, size) for size in (H, R, out, stride))
     return Shape(which, line["dtype"], N, C, K, image, kernel, out, stride, groups, last, tf32)
+
+
+def shape_of_any(line: dict) -> Shape:
+    """The pass that a line with a column for each of Shape's fields tells; sizes as `down x across`."""
+
+    def value(text: str):
+        if text in ("True", "False"):
+            return text == "True"
+        if text[0].isdigit():
+            return int(text) if text.isdigit() else tuple(map(int, text.split("x")))
+        return text
+
+    return Shape(*(value(line[name]) for name in Shape._fields))
 
 
 @functools.cache

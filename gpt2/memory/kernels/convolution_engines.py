@@ -14,12 +14,14 @@ partial results besides, in fp32:
 * fft: of whole images: the transforms of both operands before and after a transposition (or those of the result, where
   they are more), and one operand flipped; a transform of n x n real numbers is (n / 2 + 1) x n complex ones;
 * fft-tiles: of images cut into tiles: the transforms of W, and of one tile of all X and Y, or of two at a time;
+* groups: nothing partial, but one group after another, and what `count` of them need at a time;
 * bytes: what no formula was found for (1 % of the passes recorded), as recorded.
 
 `rest` is what stands beside them: 16 for a conversion, 131 where a kernel keeps its parameters on the card, counters.
 Found in 23,064 passes recorded on an H200 with the names and grids of their kernels (cuDNN 9.19;
 results/measured/h200/convolution-probes.csv.gz). What is converted and how often W or tiles are kept was read off names
-and grids, and agrees with the bytes; `rest`, and the `count` of tiles, were read off the bytes.
+and grids, and agrees with the bytes; `rest`, and the `count` of tiles, were read off the bytes. `groups` was read off
+the bytes alone, of 12 passes of whole nets with 2 to 17 groups (convolution-nets.csv.gz beside it).
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ class Engine(NamedTuple):
     converted: str  # those of "xwy" that are converted; "XWY" where fp32 is made of 16 bits
     input_channels: int  # channels are rounded up to a multiple of this
     filters: int
-    partial: str  # tiles, split, weights, images, depthwise, winograd, fft, fft-tiles, bytes or "-"
+    partial: str  # tiles, split, weights, images, depthwise, winograd, fft, fft-tiles, groups, bytes or "-"
     tile: str  # rows x columns of a partial tile, or "-"
     count: int
     rest: int
@@ -158,5 +160,7 @@ def workspace(shape: Shape, engine: Engine) -> int:
     """Bytes that this engine asks for."""
     sizes = _sizes(shape, engine)
     width = 4 if engine.converted.isupper() else shape.element_bytes
-    converted = sum(size for letter, size in sizes.items() if letter in engine.converted.lower())
-    return converted * width + _partial(shape, engine) + engine.rest
+    converted = width * sum(size for letter, size in sizes.items() if letter in engine.converted.lower())
+    if engine.partial == "groups":
+        return min(shape.groups, engine.count) * (converted // shape.groups + engine.rest)
+    return converted + _partial(shape, engine) + engine.rest
