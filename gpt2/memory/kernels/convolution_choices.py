@@ -18,9 +18,9 @@ and 16 were observed.
 A rule besides: images of one point need nothing (85 of 90 passes in two nets; the other five took up to 6.5 kB).
 
 Hardly observed: convolutions of one dimension (two nets; else taken as the square ones of as many points) and groups of
-more than one channel (five convolutions of the list and two nets). Not observed: images that are not square; 3-d and dilated ones (taken
-as needing nothing, and as if not dilated); other cards and cuDNN releases (taken as an H200 with 9.19);
-`cudnn.benchmark`, which chooses by timing.
+more than one channel (five convolutions of the list and two nets). Not observed: images that are not square; 3-d and
+dilated ones (taken as needing nothing, and as if not dilated); other cards and cuDNN releases (taken as an H200 with
+9.19); `cudnn.benchmark`, which chooses by timing.
 """
 
 from __future__ import annotations
