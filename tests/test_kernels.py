@@ -109,3 +109,19 @@ def test_isinf_makes_absolute_values_and_a_layer_of_width_one_does_without_cubla
             call()
             took.append([e.requested_bytes for e in card.events[start:] if e.action == "alloc"])
     assert took == [[4 * x.numel(), x.numel()], [1600, 33_554_432], [3200, 1_048_576]]
+
+
+def test_batch_norm_of_channels_last_images_splits_its_rows(card):
+    """As recorded for the first norm of ResNet-50 in bf16 (traces/resnet50-last-bf16.json.gz)."""
+    norm = torch.nn.BatchNorm2d(64).cuda()
+    x = torch.empty(16, 64, 112, 112, device="cuda", dtype=torch.bfloat16, memory_format=torch.channels_last)
+    start = len(card.events)
+    y = norm(x.requires_grad_())
+    middle = len(card.events)
+    y.backward(torch.empty_like(y))
+    forward, backward = (
+        [e.requested_bytes for e in part if e.action == "alloc"]
+        for part in (card.events[start:middle], card.events[middle:])
+    )
+    assert forward[-5:] == [25_690_112, 256, 256, 131_072, 8]
+    assert backward[1:] == [256, 256, 256, 256, 65_536, 8, 25_690_112]

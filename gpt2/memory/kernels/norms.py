@@ -105,32 +105,56 @@ def group_norm_backward(tracker, func, args, kwargs):
     return out
 
 
+@rule(aten.native_batch_norm.default)
+def batch_norm(tracker, func, args, kwargs):
+    """Output, mean, rstd; for channels last what its blocks found. batch_norm_stats_channels_last_cuda_template."""
+    source, training = args[0], args[5]
+    out = tracker.outputs(shapes.call(func, args, kwargs))
+    if training and _channels_last(source):
+        with Temporaries(tracker.card, "batch norm: statistics") as temporaries:
+            _staging(temporaries, source, 4)
+    return out
+
+
 @rule(aten.native_batch_norm_backward.default)
 def batch_norm_backward(tracker, func, args, kwargs):
     """Channels last, as any (N, C) input is: two sums and the weights' gradients come before the input's.
 
-    Normalization.cu, batch_norm_backward_cuda; its kernels split rows over blocks if there are many (Normalization.cuh,
-    flexible_launch_configs, batch_norm_backward_reduce_cuda_channels_last_template).
+    Normalization.cu, batch_norm_backward_cuda; .cuh, batch_norm_backward_reduce_cuda_channels_last_template.
     """
     grad, source, weight = args[:3]
     out = shapes.call(func, args, kwargs)
-    if source.dim() != 2 or not args[7] or not (source.is_contiguous() and grad.is_contiguous()) or weight is None:
+    if not args[7] or not (_channels_last(source) and _channels_last(grad)) or weight is None:
         return tracker.outputs(out)
-    N, C = source.shape
     with Temporaries(tracker.card, "batch norm backward: sums") as temporaries:
-        temporaries.take(4 * C)
-        temporaries.take(4 * C)
+        temporaries.take(4 * source.shape[1])
+        temporaries.take(4 * source.shape[1])
         tracker.outputs(out[1:])
-        width = min(_floor_power2(C), 32)
-        height = min(_floor_power2(-(-N // ROWS_A_THREAD)), THREADS // width)
-        width = min(_floor_power2(C), THREADS // height)
-        blocks = min(-(-N // (height * ROWS_A_THREAD)), 128)
-        if blocks >= 8:
-            staging = temporaries.take(2 * C * blocks * 4)
-            temporaries.give(temporaries.take(4 * -(-C // width)))
-            temporaries.give(staging)
+        _staging(temporaries, source, 2)
         tracker.outputs(out[0])
     return out
+
+
+def _channels_last(x: torch.Tensor) -> bool:
+    """Normalization.cuh, batch_norm_use_channels_last_kernels; not cuDNN's, which are not known here."""
+    if x.dim() == 2:
+        return x.is_contiguous()
+    last = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return last and x.dtype is torch.bfloat16
+
+
+def _staging(temporaries: Temporaries, source: torch.Tensor, numbers: int) -> None:
+    """So many numbers a channel from every block, if rows are split over blocks. flexible_launch_configs."""
+    C = source.shape[1]
+    N = source.numel() // C
+    width = min(_floor_power2(C), 32)
+    height = min(_floor_power2(-(-N // ROWS_A_THREAD)), THREADS // width)
+    width = min(_floor_power2(C), THREADS // height)
+    blocks = min(-(-N // (height * ROWS_A_THREAD)), 128)
+    if blocks >= 8:
+        staging = temporaries.take(numbers * C * blocks * 4)
+        temporaries.give(temporaries.take(4 * -(-C // width)))
+        temporaries.give(staging)
 
 
 def _floor_power2(n: int) -> int:
