@@ -99,6 +99,16 @@ def test_replay_passes_every_recorded_line_and_ends_in_the_recorded_statistics(n
     assert {key: ours[key] for key in theirs} == theirs
 
 
+def test_a_cublas_handle_takes_addresses_once_a_thread():
+    driver = Driver(GiB)
+    context = driver.malloc(2 * MiB) + 2 * MiB - 416 * MiB  # the first small segment is the context's last
+    driver.release_context_range()
+    for thread, start in (("program", 64), ("program", 96), ("engine", 192)):
+        driver.open_cublas(thread)
+        assert driver.malloc(32 * MiB) == context + start * MiB
+    assert driver.free_bytes == GiB - 98 * MiB
+
+
 @pytest.mark.parametrize("name", NATIVE)
 def test_the_address_model_gives_the_recorded_curves(name):
     document = recording(name)

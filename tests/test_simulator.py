@@ -311,7 +311,14 @@ def test_log_lines_go_on_and_guards_against_bad_numbers_do_not_stop():
 
 
 @pytest.mark.parametrize(
-    "wait", [lambda x: x.item(), lambda x: x.cpu(), lambda x: torch.ones(1).cuda(), lambda x: None]
+    "wait",
+    [
+        lambda x: x.item(),
+        lambda x: x.cpu(),
+        lambda x: torch.ones(1).cuda(),
+        lambda x: torch.ones(1, device="cuda").nonzero(),
+        lambda x: None,
+    ],
 )
 def test_a_copy_that_blocks_waits_for_the_stream(wait):
     with SimulatedGpu("H200") as card, warnings.catch_warnings():

@@ -4,7 +4,8 @@
         ...the same code as under SimulatedGpu...
     trace = card.trace()
 
-Who asked comes from torch.profiler (the host's side: no device memory), phases from `watch`, owners from claims.
+Who asked comes from torch.profiler (the host's side: no device memory), phases from `watch`, owners from claims. One
+case is recorded wrongly with it: under torch.vmap the profiler's weak references keep the wrapped tensors' memory.
 """
 
 from __future__ import annotations

@@ -143,8 +143,11 @@ class SimulatedGpu:
 
     def workspace(self, what: str, size: int) -> None:
         """A library's buffer, one per thread and stream, made at first use and kept."""
-        key = (what, _in_backward() != -1, self.stream)
+        thread = "engine" if _in_backward() != -1 else "program"
+        key = (what, thread, self.stream)
         if key not in self._workspaces:
+            if self.gpu.capability[0] == 9:  # where it was seen
+                self.driver.open_cublas(thread)
             self._workspaces[key] = self.take(size, what)
 
     def clear_workspaces(self) -> None:

@@ -36,6 +36,7 @@ def _nonzero(card, mask, count: int, temporaries) -> int:
         take(mask.numel() * mask.element_size())
     found = take(4)
     give(take(cub.total(mask.numel(), card.gpu)))
+    card.wait_for_stream()  # the host reads how many
     positions = take(8 * mask.dim() * count)
     give(take(cub.select(mask.numel(), card.gpu.capability)))
     give(found)
@@ -55,6 +56,7 @@ def nonzero(tracker, func, args, kwargs):
             take(mask.numel() * mask.element_size())
         take(4)
         give(take(cub.total(mask.numel(), card.gpu)))
+        card.wait_for_stream()
         table = torch.empty((mask.dim(), count), dtype=torch.int64, device="meta").t()
         tracker.outputs(table)
         take(cub.select(mask.numel(), card.gpu.capability))
