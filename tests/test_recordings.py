@@ -9,7 +9,7 @@ from gpt2.study.paths import ROOT
 
 FOLDER = ROOT / "results" / "measured" / "h200" / "traces"
 NAMES = sorted(path.name.removesuffix(".json.gz") for path in FOLDER.glob("*.json.gz"))
-TAGS = {"sweep", "exact", "variable", "other"}
+TAGS = {"sweep", "exact", "variable", "other", "stranger", "newcomer"}
 SPREAD = ("base", "batch-1", "length-512", "sweep-20", "sweep-21", "sweep-22-expandable", "bf16", "bf16-sdpa-dropout",
           "checkpoint", "accumulate", "loop", "350M-bf16-sdpa")
 
