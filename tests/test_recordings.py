@@ -52,6 +52,17 @@ def test_the_accuracy_table_has_every_baseline_exact():
     assert (chosen[["allocated_off_bytes", "reserved_off_bytes"]] == 0).all(axis=None)
 
 
+def test_the_second_blind_test_stands_as_it_came_out():
+    rows = results.load_table(ROOT / "results/predicted/h200/00-second-blind-test.csv")
+    allocated = rows["allocated_off_bytes"].abs() / rows["recorded_allocated_bytes"]
+    reserved = rows["reserved_off_bytes"].abs() / rows["recorded_reserved_bytes"]
+    equal = [int((rows[f"{what}_off_bytes"] == 0).sum()) for what in ("allocated", "reserved")]
+    near = int(((allocated <= 0.01) & (reserved <= 0.02)).sum())
+    said = (f"{len(rows)} runs ([as they came out](results/predicted/h200/00-second-blind-test.csv)): {equal[0]} equal in "
+            f"peak allocated, {equal[1]} in\nreserved; {near} within 1 % of allocated and 2 % of reserved.")
+    assert said in (ROOT / "README.md").read_text()
+
+
 def test_the_readme_says_what_the_table_says():
     rows = results.load_table(ROOT / "results/predicted/h200/00-accuracy.csv")
     assert accuracy.by_kind(rows) in (ROOT / "README.md").read_text(), "put in what `make accuracy` prints"
