@@ -58,8 +58,9 @@ def test_the_second_blind_test_stands_as_it_came_out():
     reserved = rows["reserved_off_bytes"].abs() / rows["recorded_reserved_bytes"]
     equal = [int((rows[f"{what}_off_bytes"] == 0).sum()) for what in ("allocated", "reserved")]
     near = int(((allocated <= 0.01) & (reserved <= 0.02)).sum())
-    said = (f"{len(rows)} runs ([as they came out](results/predicted/h200/00-second-blind-test.csv)): {equal[0]} equal in "
-            f"peak allocated, {equal[1]} in\nreserved; {near} within 1 % of allocated and 2 % of reserved.")
+    where = "[as they came out](results/predicted/h200/00-second-blind-test.csv)"
+    said = (f"{len(rows)} runs ({where}): {equal[0]} equal in peak allocated, {equal[1]} in\nreserved; "
+            f"{near} within 1 % of allocated and 2 % of reserved.")
     assert said in (ROOT / "README.md").read_text()
 
 
