@@ -14,14 +14,14 @@ def answer(trace: Trace, *, whole_run: bool = False, owners: bool = True) -> dic
     """What a trace says, ready for JSON; without `owners` the ledger is left out.
 
     Peaks, the request that set the peak and the ledger are those of the steps after the first, which alone is not
-    representative. Where there is no later step (a run of one step, or one that ran out of memory in its first step or
-    before it), and with `whole_run`, they are those of the whole run. Steps count from 1; `per_step` has what
-    happened before the first one, as step 0, only if nothing else happened.
+    representative. Where there is no later step (a run of one step), where the run ran out of memory (the step that
+    died may not have come as far as those before it), and with `whole_run`, they are those of the whole run. Steps
+    count from 1; `per_step` has what happened before the first one, as step 0, only if nothing else happened.
     """
     failure = trace.meta.get("out_of_memory")
     spans = _spans(trace)
     later = [begin for step, begin, _ in spans if step > 1]
-    first = 0 if whole_run or not later else later[0]
+    first = 0 if whole_run or failure is not None or not later else later[0]
     allocated, reserved = trace.allocated_bytes(), trace.reserved_bytes()
     peak = _highest(allocated, first, len(trace))
     return {
