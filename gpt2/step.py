@@ -65,8 +65,10 @@ class Recipe:
             check_liger()
         if self.length > self.size.context:
             raise ValueError(f"length {self.length} is above the context of {self.model}, {self.size.context}")
-        if self.clip < 0 or not 0 <= self.dropout < 1:
-            raise ValueError("clip must be at least 0 and dropout between 0 and 1")
+        if self.clip < 0:
+            raise ValueError(f"clip must be at least 0, not {self.clip:g}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout:g}")
         if self.step_in_backward and (self.clip or self.accumulate > 1 or self.precision == "fp16"):
             raise ValueError("step_in_backward needs each gradient final at once: no clip, accumulate or fp16 with it")
 

@@ -18,3 +18,14 @@ def study_out(tmp_path, monkeypatch):
     """An output folder for one test alone."""
     monkeypatch.setenv("STUDY_OUT", str(tmp_path / "out"))
     return tmp_path / "out"
+
+
+@pytest.fixture(autouse=True)
+def sizes_stay_as_they_were():
+    """A size given by its numbers is entered among the named ones."""
+    from gpt2.model import SIZES
+
+    before = dict(SIZES)
+    yield
+    SIZES.clear()
+    SIZES.update(before)

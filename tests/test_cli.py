@@ -1,7 +1,9 @@
 """The command line: the contract of `predict --json` to the letter, published peaks, and one line for bad input."""
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -17,17 +19,6 @@ MIB = 2**20
 A40 = ("--gpu", "A40", "--torch", "2.5.1")
 TINY = ("--gpu", "A40", "--model", "tiny", "--batch", "2")
 TRACES = ROOT / "results" / "measured" / "h200" / "traces"
-
-
-@pytest.fixture(autouse=True)
-def sizes_stay_as_they_were():
-    """A size given by its numbers is entered among the named ones."""
-    from gpt2.model import SIZES
-
-    before = dict(SIZES)
-    yield
-    SIZES.clear()
-    SIZES.update(before)
 
 
 @pytest.fixture
@@ -51,8 +42,8 @@ def command(*words: str, **more) -> subprocess.CompletedProcess:
 
 def test_keys_and_types(ask):
     found = ask("predict", *TINY)
-    assert list(found) == ["kind", "gpu", "torch", "recipe", "fits", "peak_allocated_bytes", "peak_reserved_bytes",
-                           "per_step", "peak", "ledger", "out_of_memory"]
+    assert list(found) == ["kind", "gpu", "torch", "recipe", "backend", "alloc_conf", "limit_mib", "steps", "fits",
+                           "peak_allocated_bytes", "peak_reserved_bytes", "per_step", "peak", "ledger", "out_of_memory"]
     assert (found["kind"], found["gpu"], found["fits"], found["out_of_memory"]) == ("predicted", "A40", True, None)
     assert found["recipe"]["model"] == "tiny" and found["recipe"]["length"] == 16
     assert [row["step"] for row in found["per_step"]] == [1, 2, 3]
@@ -64,6 +55,15 @@ def test_keys_and_types(ask):
     later = found["per_step"][1:]
     assert found["peak_allocated_bytes"] == max(row["peak_allocated_bytes"] for row in later)
     assert found["peak_reserved_bytes"] == max(row["peak_reserved_bytes"] for row in later)
+
+
+def test_what_was_asked_is_in_the_answer(ask):
+    asked = ("backend", "alloc_conf", "limit_mib", "steps")
+    words = "--attention sdpa --backend math --alloc-conf expandable_segments:True --limit-mib 64".split()
+    for name, steps in (("predict", 3), ("fit", 20)):  # with expandable segments, fit looks for longer
+        assert [ask(name, *TINY)[key] for key in asked] == ["auto", "", None, 3]
+        assert [ask(name, *TINY, *words)[key] for key in asked] == ["math", "expandable_segments:True", 64, steps]
+        assert ask(name, *TINY, "--steps", "2")["steps"] == 2
 
 
 def test_the_first_step_is_not_the_peak(ask):
@@ -103,6 +103,25 @@ def test_batch_21_runs_out_in_step_2(ask):
     assert sum(row["bytes"] for row in found["ledger"]) == found["peak_allocated_bytes"]
 
 
+def test_the_peak_of_a_run_that_failed_is_that_of_the_whole_run(ask, capsys):
+    """Step 1 of batch 21 reached more than step 2, in which it died; the table of the sweep says so too."""
+    from gpt2.study import results
+
+    sweep = results.load_table(ROOT / "results" / "predicted" / "a40" / "04-sweep.csv").set_index("batch").loc[21]
+    sweep = [int(sweep[f"peak_{name}_bytes"]) for name in ("allocated", "reserved")]
+    options = (*A40, "--batch", "21", "--limit-mib", "45440")
+    found = ask("predict", *options)
+    assert [found["peak_allocated_bytes"], found["peak_reserved_bytes"]] == sweep
+    assert found["peak"]["step"] == 1 and sum(row["bytes"] for row in found["ledger"]) == sweep[0]
+    tried = next(row for row in ask("fit", *options)["tried"] if row["batch"] == 21)
+    assert [tried["peak_allocated_bytes"], tried["peak_reserved_bytes"]] == sweep
+    for name in ("predict", "fit"):
+        assert main([name, *options]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines()
+                    if re.match(r"  (allocated|21 )", line))
+        assert f"{sweep[0] / MIB:,.2f} MiB" in line
+
+
 def test_a_run_that_never_reaches_a_second_step_answers_for_what_there_is(ask):
     one = ask("predict", *TINY, "--steps", "1")
     assert one["peak_allocated_bytes"] == one["per_step"][0]["peak_allocated_bytes"]
@@ -134,6 +153,14 @@ def test_advice_for_people_has_a_line_for_each_price(capsys):
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "Nothing makes this step fit; everything at once" in lines
     assert "--checkpoint block: 24 % more time" in lines and lines[-1].startswith("Times are of each change alone")
+    assert not any(line.startswith("The order") for line in lines)
+
+
+def test_advice_for_people_says_what_order_it_is(capsys):
+    assert main(["predict", *TINY, "--vocabulary", "50257", "--batch", "64", "--limit-mib", "700", "--advise"]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "What makes this step fit, cheapest first" in lines
+    assert len([line for line in lines if line.startswith("The order") and "time saved counts as none" in line]) == 1
 
 
 def test_table_for_people(capsys):
@@ -153,7 +180,7 @@ BAD = {
     "--gpu A41": "known: T4, A40, A100, H100, H200, RTX 4090", "--model 125M": "known: tiny, 124M",
     "--precision fp8": "fp32, bf16", "--attention flash": "explicit, sdpa", "--checkpoint every-0": "none, block",
     "--loss half": "full, chunked", "--optimizer lion": "foreach, fused, loop", "--moments fp8": "fp32, bf16",
-    "--clip -1": "clip must be at least 0", "--clip nan": "not a number", "--dropout 1": "dropout between 0 and 1",
+    "--clip -1": "clip must be at least 0", "--clip nan": "not a number", "--dropout 1": "dropout must be",
     "--accumulate 0": "at least 1", "--steps 0": "at least 1", "--limit-mib 0": "at least 1",
     "--limit-mib 1": "smallest segment", "--alloc-conf expand:True": "unknown allocator option 'expand'",
     "--alloc-conf expandable_segments": "option:value", "--alloc-conf max_split_size_mb:1": "max_split_size_mb",
@@ -206,6 +233,22 @@ def test_bad_options_are_one_line(options, capsys):
     (["simulate", "x.py"], "--gpu is missing"), (["simulate", "--gpu", "Z9", "x.py"], "unknown GPU")])
 def test_bad_commands_are_one_line(words, said, capsys):
     one_line(words, said, capsys)
+
+
+@pytest.mark.parametrize(("right", "wrong"), [("clip", "--dropout 1.5"), ("dropout", "--clip -1")])
+def test_only_the_option_that_is_wrong_is_named(right, wrong, capsys):
+    assert main(["predict", "--gpu", "A40", *wrong.split()]) == 2
+    error = capsys.readouterr().err
+    assert wrong.split()[0][2:] in error and wrong.split()[1] in error and right not in error
+
+
+def test_a_release_nobody_knows_yet_follows_the_newest_known(ask, capsys):
+    for name in ("predict", "fit"):
+        assert main([name, *TINY, "--torch", "2.99", "--json"]) == 0
+        out, err = capsys.readouterr()
+        assert err.count("\n") == 1 and err.startswith("note: ") and "2.99" in err and "2.14.1" in err
+        assert json.loads(out)["torch"] == "2.99"
+    assert main(["predict", *TINY, "--torch", "2.14.9", "--json"]) == 0 and capsys.readouterr().err == ""
 
 
 def test_corrupt_files_are_one_line(tmp_path, capsys):
@@ -311,6 +354,20 @@ def test_diff_of_a_trace_with_itself_and_with_another(ask):
 def test_explain_from_standard_input():
     done = command("explain", "-", "--json", input="CUDA out of memory. Tried to allocate 394.00 MiB. GPU 0 has ...")
     assert done.returncode == 0 and json.loads(done.stdout)["message"]["requested"] == "394.00 MiB"
+
+
+def test_explain_reads_a_file(ask, tmp_path, capsys):
+    log = tmp_path / "train.log"
+    log.write_bytes(b"epoch 1 \xff\nCUDA out of memory. Tried to allocate 394.00 MiB. GPU 0 has ...\n")
+    assert ask("explain", str(log))["message"]["requested"] == "394.00 MiB"
+    one_line(["explain", str(tmp_path)], "is a directory", capsys)
+    log.write_text("")
+    one_line(["explain", str(log)], "train.log is empty", capsys)
+
+
+def test_explain_of_an_empty_standard_input(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    one_line(["explain", "-"], "standard input is empty", capsys)
 
 
 def test_gpus_are_listed_with_their_sources(ask):

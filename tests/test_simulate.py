@@ -1,6 +1,7 @@
 """Ordinary scripts on a card that is not here: `python -m gpt2 simulate ... script.py args...`."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -213,3 +214,44 @@ def test_as_from_a_shell(tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env={"PYTHONPATH": str(ROOT)})
         assert done.returncode == 0, done.stderr
         assert done.stdout == "__main__ where.py ['-m', '--json', 'x'] found __main__\n"
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (("--json", "train.py"), "--json of simulate takes a file or -"),
+    (("--json", "notes.txt"), "--json of simulate takes a file or -"),
+    (("--json", "new.py"), "--json of simulate takes a file or -"),
+    (("--json", "nowhere/a.json"), "cannot write nowhere/a.json: there is no folder nowhere"),
+    (("--json", "folder"), "cannot write folder: it is a directory"),
+    (("--trace", "nowhere/t.json.gz"), "cannot write nowhere/t.json.gz: there is no folder nowhere"),
+    (("--trace", "folder"), "cannot write folder: it is a directory"),
+    (("--trace", "train.py"), "train.py is a script"),
+])
+def test_where_nothing_can_be_written_nothing_is_run(options, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {"train.py": "print('it ran')\n", "notes.txt": "do not lose these\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "folder").mkdir()
+    for words in (["train.py"], []):  # a forgotten argument takes the script's place
+        assert main(["simulate", "--gpu", "A40", *options, *words]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and said in err
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+def test_json_replaces_json_and_what_is_empty(simulate, tmp_path):
+    (tmp_path / "nothing.py").write_text("import os\nos.mkdir('inside')\nos.chdir('inside')\n")
+    (tmp_path / "empty").touch()
+    (tmp_path / "old.json").write_text("{}")
+    for name in ("empty", "old.json"):
+        options = ("--gpu", "A40", "--json", name)
+        assert main(["simulate", *options, str(tmp_path / "nothing.py")]) == 0
+        os.chdir(tmp_path)
+        os.rmdir("inside")
+        assert json.loads((tmp_path / name).read_text())["peak_allocated_bytes"] == 0
+
+
+def test_a_directory_is_no_script(tmp_path, capsys):
+    assert main(["simulate", "--gpu", "A40", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == f"error: {tmp_path} is a directory without a __main__.py\n"

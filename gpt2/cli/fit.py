@@ -30,9 +30,10 @@ def run(arguments: argparse.Namespace) -> None:
     from gpt2.study import fit
 
     with one_line(experiment):
-        search = fit.largest(experiment, gpu, what, arguments.torch, arguments.steps)
+        steps = arguments.steps or fit.enough_steps(experiment, arguments.torch)
+        search = fit.largest(experiment, gpu, what, arguments.torch, steps)
     found = {"kind": "predicted", "gpu": gpu.name, "torch": arguments.torch or options.installed_torch(),
-             "recipe": asdict(experiment.recipe), **fit.as_json(search, what)}
+             "recipe": asdict(experiment.recipe), **options.asked(experiment, steps), **fit.as_json(search, what)}
     if arguments.advise and search.next:
         found["advice"] = advice(fit.with_(experiment, **{what: search.next.number}), gpu, arguments)
     print(json.dumps(found, indent=1) if arguments.json else _text(found, experiment, what))

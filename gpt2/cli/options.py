@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from contextlib import contextmanager
 from typing import NoReturn
@@ -126,7 +127,8 @@ def add_steps(parser: argparse.ArgumentParser, words: str) -> None:
 
 def add_output(parser: argparse.ArgumentParser) -> None:
     """What is printed."""
-    parser.add_argument("--advise", action="store_true", help="if it does not fit: the cheapest changes that help")
+    parser.add_argument("--advise", action="store_true",
+                        help="if it does not fit: the cheapest changes that help, by time lost and risk")
     parser.add_argument("--json", action="store_true", help="print JSON and nothing else")
 
 
@@ -142,9 +144,19 @@ def card(arguments: argparse.Namespace):
         gpu = gpus.find(arguments.gpu)
         release = arguments.torch or installed_torch()
         software(release, gpu)
+        note_release(release)
         check_settings(Settings.parse(arguments.alloc_conf or "", release))
     check_limit(arguments.limit_mib, gpu)
     return gpu
+
+
+def note_release(release: str) -> None:
+    """Say on standard error that nobody has looked at this release's rules yet. ValueError if it is no release."""
+    from gpt2.memory.software import KNOWN, version
+
+    if version(release) > version(KNOWN[-1]):
+        print(f"note: torch {release} is newer than any known release: the rules are those of {KNOWN[-1]}",
+              file=sys.stderr)
 
 
 def check_settings(settings) -> None:
@@ -243,3 +255,26 @@ def experiment(arguments: argparse.Namespace):
 
     return Experiment(arguments.command, recipe(arguments), steps=arguments.steps or DEFAULT_STEPS, backend=chosen,
                       limit_mib=arguments.limit_mib, alloc_conf=arguments.alloc_conf or "")
+
+
+def check_writable(path: str) -> None:
+    """Whether a file can be written, as far as can be told without doing it; UserError if not."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise UserError(f"cannot write {path}: it is a directory")
+    if not os.path.isdir(folder):
+        raise UserError(f"cannot write {path}: there is no folder {folder}")
+    if not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        raise UserError(f"cannot write {path}: not allowed")
+
+
+def asked(experiment, steps: int | None = None) -> dict:
+    """What an answer's JSON has of an experiment beside its recipe; `steps` if they are not the experiment's."""
+    return {"backend": experiment.backend or "auto", "alloc_conf": experiment.alloc_conf,
+            "limit_mib": experiment.limit_mib, "steps": steps or experiment.steps}
+
+
+def with_asked(found: dict, experiment) -> dict:
+    """An answer, with what was asked after its recipe."""
+    head = {key: found[key] for key in ("kind", "gpu", "torch", "recipe")}
+    return head | asked(experiment) | found

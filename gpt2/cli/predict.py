@@ -36,7 +36,7 @@ def predicted(experiment, gpu, torch_release: str | None) -> dict:
     from gpt2.study.experiments import predict
 
     with one_line(experiment):
-        return answer(predict(experiment, gpu, torch_release=torch_release))
+        return options.with_asked(answer(predict(experiment, gpu, torch_release=torch_release)), experiment)
 
 
 def advice(experiment, gpu, arguments: argparse.Namespace) -> list[dict]:

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     from gpt2.study.experiments import record
 
     with one_line(experiment):
-        found = answer(record(experiment))
+        found = options.with_asked(answer(record(experiment)), experiment)
     note_steps(found, experiment, None)
     if arguments.advise and not found["fits"]:
         from gpt2.memory import gpus

@@ -42,6 +42,8 @@ class Script:
                 raise UserError(f"no module named {self.name!r}")
         elif not os.path.exists(self.name):
             raise UserError(f"no such script: {self.name}")
+        elif os.path.isdir(self.name) and not os.path.exists(os.path.join(self.name, "__main__.py")):
+            raise UserError(f"{self.name} is a directory without a __main__.py")
 
     def run(self) -> dict:
         """Run it to its end; returns its globals, which keep alive what it made. Raises what it raises."""

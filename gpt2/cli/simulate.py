@@ -1,7 +1,7 @@
 """`simulate`: run a training script as python would, on a GPU that is not here.
 
 Exit status: the script's own; 1 if it failed, 0 if the card ran out of memory, which is an answer. Its standard output
-is left alone; the summary goes to standard error, and `--json` to a file.
+is left alone; the summary goes to standard error, and `--json FILE` to a file: a new one, or one that has JSON.
 
 Training steps are counted by optimizer steps: step n ends with the nth. Peaks are over the whole run. `fits` says that
 no allocation failed, or that the script caught what failed (`caught` lists it); it is null if the script ended for
@@ -49,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if late:
         arguments.alloc_conf = environment()
     gpu = options.card(arguments)
+    _check_outputs(arguments)
     script = _script(arguments)
     script.check()
     from gpt2.memory.simulator import collect_garbage
@@ -73,6 +74,37 @@ def _script(arguments: argparse.Namespace) -> Script:
     if name is None:
         raise UserError("no script: python -m gpt2 simulate --gpu H200 script.py args...")
     return Script(name, tuple(rest), is_module=bool(arguments.module))
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Before minutes are spent: what is to be written can be, and is not where a script or notes are. The paths become
+    absolute, because a script may change its folder."""
+    for option in ("json", "trace"):
+        path = getattr(arguments, option)
+        if not path or (option, path) == ("json", "-"):
+            continue
+        if path.endswith(".py") or option == "json" and _is_something_else(path):
+            what = "a script" if path.endswith(".py") else "there and no JSON"
+            takes = "a file or -" if option == "json" else "a file"
+            raise UserError(f"--{option} of simulate takes {takes} to write to; {path} is {what}")
+        options.check_writable(path)
+        setattr(arguments, option, os.path.abspath(path))
+
+
+def _is_something_else(path: str) -> bool:
+    """Whether there is a file, not empty, that is no JSON."""
+    if not os.path.isfile(path):
+        return False
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        if text.strip():
+            json.loads(text)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 def _card(gpu, arguments: argparse.Namespace):

@@ -42,7 +42,7 @@ def request(what: dict) -> str:
 
 
 def advice_lines(rows: list[dict] | None, what: str) -> list[str]:
-    """What would make it fit, cheapest first."""
+    """What would make it fit, cheapest first, and by what rule (`gpt2.study.savings.prices`)."""
     if not rows:
         return []
     fits, none = f"What makes {what} fit, cheapest first", f"Nothing makes {what} fit; everything at once"
@@ -50,4 +50,6 @@ def advice_lines(rows: list[dict] | None, what: str) -> list[str]:
     for row in rows:
         lines += [f"  {mib(row['peak_allocated_bytes']):>16}{mib(row['peak_reserved_bytes']):>18}  {row['changes']}",
                   *(f"  {'':>38}{part}" for part in row["price"].split("; "))]
-    return lines + ["", "  Times are of each change alone, GPT-2 124M, 8 x 1,024 tokens, fp32."]
+    order = "  The order: time lost, plus a judgement of risk and of the effort of a change; time saved counts as none."
+    return lines + ["", *([order] if rows[0]["fits"] else []),
+                    "  Times are of each change alone, GPT-2 124M, 8 x 1,024 tokens, fp32."]
