@@ -35,6 +35,8 @@ def _what_if(trace, arguments: argparse.Namespace) -> dict:
     from gpt2.memory.replay import best_settings, replay
 
     options.check_limit(arguments.limit_mib)
+    if arguments.torch:
+        options.note_release(arguments.torch)
     conf, limit = arguments.alloc_conf or "", arguments.limit_mib
     card = {"gpu": gpus.find(arguments.gpu) if arguments.gpu else None, "limit_bytes": limit and limit * 2**20,
             "torch": arguments.torch or options.installed_torch()}
