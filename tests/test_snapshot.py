@@ -3,6 +3,7 @@
 Reference cases 7 and 31 to 33; 34 is test_safe_pickle.
 """
 
+import json
 import pickle
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from gpt2 import cli
+from gpt2.cli.snapshot import load
 from gpt2.memory.reading.history import BEFORE
 from gpt2.memory.reading.layout import Layout, Segment, fragmentation, layout_at
 from gpt2.memory.reading.safe_pickle import SnapshotError, loads
@@ -354,3 +357,44 @@ def test_a_file_is_read_whole(tmp_path):
     trace = to_trace(read(tmp_path / "x"))
     counted = Counter(e.category for e in trace.events if e.action == "alloc")
     assert counted[Category.ACTIVATIONS.value] > 800 and counted[""] == 0
+
+
+SCRIPT = """import torch
+from torch import nn
+net = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000)).cuda()
+optimizer = torch.optim.AdamW(net.parameters())
+for _ in range(2):
+    x = torch.zeros(64, 128, dtype=torch.long, device="cuda")
+    loss = nn.functional.cross_entropy(net(x).view(-1, 1000), x.view(-1))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("name", ["t.pickle", "t.json.gz"])
+def test_what_simulate_wrote_is_read_back_as_what_it_is(name, tmp_path, monkeypatch, capsys):
+    """A prediction, of its card and release, with the categories that `simulate` showed."""
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").write_text(SCRIPT, encoding="utf-8")
+    assert cli.main(["simulate", "--gpu", "A40", "--torch", "2.11.0", "--trace", name, "--json", "x.json",
+                     "script.py"]) == 0
+    assert cli.main(["snapshot", name]) == 0
+    assert "events (predicted for A40, torch 2.11.0)" in capsys.readouterr().out
+    assert cli.main(["snapshot", name, "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert (table["kind"], table["gpu"], table["torch"]) == ("predicted", "A40", "2.11.0")
+    shown = {row["category"] for row in json.loads(Path("x.json").read_text(encoding="utf-8"))["ledger"]}
+    assert {row["category"] for row in table["categories"]} == shown - {Category.SLACK.value} and "loss" in shown
+    trace = load(name, None)
+    assert trace.meta["capacity_bytes"] > 40 * 2**30 and trace.meta["limit_bytes"] is None
+
+
+def test_only_predictions_are_marked_and_the_mark_is_not_trusted():
+    measured = Trace([Event("segment_alloc", 2**32, 2 * MiB, 2 * MiB)], [], [], {"kind": "measured", "gpu": "A40"})
+    assert "simulated" not in to_snapshot(measured)
+    snapshot = to_snapshot(Trace(measured.events, [], [], {"kind": "predicted", "gpu": "A40", "torch": "2.11.0"}))
+    assert snapshot["simulated"] == {"gpu": "A40", "torch": "2.11.0"}
+    for mark in ([], 7, {"gpu": 3}, {"gpu": "x" * 1000}, {"gpu": "A40", "capacity_bytes": -1}, {"limit_bytes": "x"}):
+        with pytest.raises(SnapshotError, match="'simulated'"):
+            to_trace({**snapshot, "simulated": mark})

@@ -64,8 +64,9 @@ def _row(row: dict, prefix: str) -> str:
 
 
 def load(path: str, device: int | None):
-    """A trace from either kind of file. ValueError or UserError, in one line, if it is neither."""
+    """A trace from either kind of file, with owners. ValueError or UserError, in one line, if it is neither."""
     from gpt2.memory import snapshot
+    from gpt2.memory.ledger import owned
     from gpt2.memory.trace import Trace
 
     try:
@@ -73,4 +74,4 @@ def load(path: str, device: int | None):
             gzipped = file.read(2) == b"\x1f\x8b"
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    return Trace.load(path) if gzipped else snapshot.to_trace(snapshot.read(path), device)
+    return owned(Trace.load(path)) if gzipped else snapshot.to_trace(snapshot.read(path), device)

@@ -153,6 +153,14 @@ def categorise(trace: Trace) -> list[Category]:
     return _categorise(trace, trace.blocks())
 
 
+def owned(trace: Trace) -> Trace:
+    """The trace with the owner of each block written to its allocation, as a category."""
+    events = list(trace.events)
+    for block, category in zip(blocks := trace.blocks(), _categorise(trace, blocks), strict=True):
+        events[block.born] = block.event._replace(category=category.value)
+    return Trace(events, trace.marks, trace.stacks, trace.meta)
+
+
 def at(trace: Trace, index: int) -> pd.DataFrame:
     """`Ledger.at` for a single question."""
     return Ledger(trace).at(index)

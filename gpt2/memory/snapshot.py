@@ -18,7 +18,7 @@ from gpt2.memory.reading.history import Entry, History, Known
 from gpt2.memory.reading.layout import Layout, Segment
 from gpt2.memory.reading.safe_pickle import DEFAULT, Limits, SnapshotError, loads
 from gpt2.memory.trace import Category, Frame, Trace
-from gpt2.memory.viewer import to_snapshot
+from gpt2.memory.viewer import ABOUT, SIMULATED, to_snapshot
 
 LABELS = ("step", "phase", "module", "operator", "category")  # what `viewer` adds to an entry
 _CATEGORIES = {category.value for category in Category}
@@ -76,7 +76,7 @@ def to_trace(snapshot: Mapping, device: int | None = None, parameters: Mapping[i
                       "the snapshot says so" if overflowed else "")
     conf = settings.get("PYTORCH_CUDA_ALLOC_CONF")
     trace = Trace(history.events(), [], stacks.list, {
-        "kind": "measured", "source": "memory snapshot", "device": device,
+        **_origin(snapshot), "source": "memory snapshot", "device": device,
         "allocator_conf": conf if isinstance(conf, str) and len(conf) < 1000 else "", "warnings": warnings})
     return infer.label(trace, parameters or {})
 
@@ -88,6 +88,21 @@ def from_simulation(card) -> dict:
     if not card.history:
         snapshot["device_traces"] = [[]]
     return snapshot
+
+
+def _origin(snapshot: Mapping) -> dict:
+    """Measured, or a prediction of ours that says of which card."""
+    if SIMULATED not in snapshot:
+        return {"kind": "measured"}
+    said = snapshot[SIMULATED]
+    if not isinstance(said, dict):
+        raise SnapshotError(f"{SIMULATED!r} is not ours: {_shown(said)}")
+    about = {key: said.get(key) for key in ABOUT}
+    for key, value in about.items():
+        fits = type(value) is ABOUT[key] and (len(value) < 100 if isinstance(value, str) else 0 <= value < _UINT64)
+        if value is not None and not fits:
+            raise SnapshotError(f"{SIMULATED!r} has no sensible {key!r}: {_shown(value)}")
+    return {"kind": "predicted", **about, "gpu": about["gpu"] or "", "torch": about["torch"] or ""}
 
 
 class _Stacks:

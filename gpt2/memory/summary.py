@@ -34,7 +34,8 @@ def summary(trace: Trace, at_most: int = 20) -> dict:
     event, failures = trace.events[peak], [i for i, e in enumerate(trace.events) if e.action == "oom"]
     fullest = max(range(len(reserved)), key=lambda i: (reserved[i], -i))
     return {
-        "kind": trace.meta.get("kind", ""), "events": len(trace), "warnings": list(trace.meta.get("warnings", [])),
+        "kind": trace.meta.get("kind", ""), "gpu": trace.meta.get("gpu", ""), "torch": trace.meta.get("torch", ""),
+        "events": len(trace), "warnings": list(trace.meta.get("warnings", [])),
         "peak": {"event": peak, "step": event.step, "phase": event.phase, "allocated_bytes": allocated[peak],
                  "reserved_bytes": reserved[peak], "requested_bytes": event.requested_bytes,
                  "owner": owner(trace, Block(peak, None, event))},
@@ -123,7 +124,9 @@ def _growth(trace: Trace, blocks: list[Block], at_most: int) -> list[dict]:
 def text(table: dict) -> str:
     """The summary for people, sizes in MiB and GiB."""
     peak = table["peak"]
-    lines = [f"{table['events']:,} events ({table['kind']})", *(f"note: {w}" for w in table["warnings"]), "",
+    card = ", ".join(filter(None, (table["gpu"], table["torch"] and f"torch {table['torch']}")))
+    how = (" on " if table["kind"] == "measured" else " for ").join(filter(None, (table["kind"], card)))
+    lines = [f"{table['events']:,} events ({how})", *(f"note: {w}" for w in table["warnings"]), "",
              f"Peak {format_size(peak['allocated_bytes'])} allocated, {format_size(peak['reserved_bytes'])} reserved, "
              f"in step {peak['step']} ({peak['phase'] or 'phase unknown'})",
              f"set by a request of {format_size(peak['requested_bytes'])} from {peak['owner']}",

@@ -3,7 +3,7 @@
 The viewer reads pickles of protocols 2 to 4 made of plain data, and replays the history backwards from the segments at
 the end: both must agree (torch/utils/viz/MemoryViz.js). It colours by category where entries have one, and breaks
 where none is called "unknown", so the last entry is. Keys it does not know it ignores: phase, step, module and operator
-travel in them, and `snapshot.to_trace` finds them again.
+travel in them, and `snapshot.to_trace` finds them again, as it does what marks a prediction.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from gpt2.memory.trace import Event, Trace
 
 _INACTIVE, _ALLOCATED, _PENDING = STATE_NAMES[:3]
 PROTOCOL = 4
+SIMULATED = "simulated"  # a key of the snapshot of a prediction
+ABOUT = {"gpu": str, "torch": str, "capacity_bytes": int, "limit_bytes": int}  # what of its meta travels there
 
 
 def write(trace: Trace, path: str | Path) -> None:
@@ -30,8 +32,10 @@ def write(trace: Trace, path: str | Path) -> None:
 
 def to_snapshot(trace: Trace) -> dict:
     """The dict that `torch.cuda.memory._snapshot` would give after this trace, for device 0."""
+    from gpt2.memory.ledger import owned  # pandas, only where a snapshot is written
+
     frames = _Frames(trace)
-    trace = _owned(trace)
+    trace = owned(trace)  # the viewer colours by it
     entries: list[dict] = []
     for event in trace.events:
         if event.phase != BEFORE:  # the viewer works out for itself what was there
@@ -44,17 +48,14 @@ def to_snapshot(trace: Trace) -> dict:
             "allocator_settings": {"PYTORCH_CUDA_ALLOC_CONF": conf, "max_split_size": -1,
                                    "garbage_collection_threshold": 0.0,
                                    "expandable_segments": "expandable_segments:True" in conf},
-            "external_annotations": []}
+            "external_annotations": [], **_mark(trace)}
 
 
-def _owned(trace: Trace) -> Trace:
-    """The trace with the ledger's owner written to every allocation: the viewer colours by it."""
-    from gpt2.memory.ledger import categorise  # pandas, only where a snapshot is written
-
-    events = list(trace.events)
-    for block, category in zip(trace.blocks(), categorise(trace), strict=True):
-        events[block.born] = block.event._replace(category=category.value)
-    return Trace(events, trace.marks, trace.stacks, trace.meta)
+def _mark(trace: Trace) -> dict:
+    """What says that a file is a prediction, and of which card."""
+    if trace.meta.get("kind") != "predicted":
+        return {}
+    return {SIMULATED: {key: trace.meta[key] for key in ABOUT if trace.meta.get(key) is not None}}
 
 
 class _Frames:
