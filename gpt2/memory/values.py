@@ -1,17 +1,22 @@
 """Reading a value that does not exist.
 
 A simulated tensor has a shape and no contents. Reading one gives a stand-in that prints as `nan`, is warned about
-once, and refuses to be compared: a program that branches on it would go a way nobody knows.
+once, and refuses to be compared: a program that branches on it would go a way nobody knows. What `float()` gives is
+made a plain nan by Python itself; so the instructions after it tell whether it is compared at once.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import json.encoder
 import math
 import os
 import sys
 import sysconfig
+import types
 import warnings
+from itertools import chain, pairwise
 from pathlib import Path
 
 import torch
@@ -83,7 +88,8 @@ def _warn() -> None:
     global _warned
     if not _warned:
         _warned = True
-        warn("the value of a simulated tensor is read: it prints as nan (said once)")
+        warn("the value of a simulated tensor is read: it prints as nan; a float() kept in a variable is a plain nan "
+             "and compares false (said once)")
 
 
 def warn(text: str) -> None:
@@ -130,6 +136,51 @@ def read(tensor: torch.Tensor) -> Unknown:
         raise RuntimeError(f"a Tensor with {tensor.numel()} elements cannot be converted to Scalar")
     _warn()
     return Unknown()
+
+
+def number(tensor: torch.Tensor) -> float:
+    """What `float()` gives. It is called by its program's frame without another between."""
+    found, frame = read(tensor), sys._getframe(2)
+    if not frame.f_code.co_filename.startswith((_OURS, _TORCH)) and _decides(frame.f_code, frame.f_lasti):
+        raise branch("a comparison or a branch")
+    return float(found)
+
+
+_SKIPPED = {"CACHE", "EXTENDED_ARG", "NOP", "RESUME"}
+_BY_TRUTH = ("IF_TRUE", "IF_FALSE", "IF_TRUE_OR_POP", "IF_FALSE_OR_POP")
+_LOADS = {"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_NAME",
+          "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_FAST_LOAD_FAST"}
+_STORES = {"STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF", "STORE_FAST_LOAD_FAST"}
+
+
+@functools.lru_cache(maxsize=4096)
+def _decides(code: types.CodeType, offset: int) -> bool:
+    """Whether the result of the call at `offset` is compared, or branched on, by the instructions that follow.
+
+    `above` counts what lies on the stack above the result: the other operand, made of names, attributes and elements.
+    """
+    following = (i.opname for i in dis.get_instructions(code) if i.offset >= offset and i.opname not in _SKIPPED)
+    call, above = next(following, ""), 0
+    if not call.startswith(("CALL", "PRECALL")):
+        return False
+    for last, name in pairwise(chain([call], following)):
+        if name in ("COMPARE_OP", "CONTAINS_OP"):
+            return above < 2
+        if above == 0 and (name in ("TO_BOOL", "UNARY_NOT") or "JUMP" in name and name.endswith(_BY_TRUTH)):
+            return True
+        if name in ("SWAP", "COPY") or name == "CALL" and last == "PRECALL" and above == 0:
+            continue
+        if name in _STORES and last == "COPY" and above == 0:
+            above += name in _LOADS
+        elif name in _LOADS - _STORES:
+            above += 1
+        elif name == "LOAD_FAST_LOAD_FAST":
+            above += 2
+        elif name in ("BINARY_SUBSCR", "BINARY_OP") and above > 1:
+            above -= 1
+        elif name != "LOAD_ATTR" or above == 0:
+            return False
+    return False
 
 
 def forget(tensor: torch.Tensor, known: torch.Tensor | None = None) -> torch.Tensor:

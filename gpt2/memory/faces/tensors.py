@@ -101,7 +101,7 @@ class TensorFaces(Faces):
             self.set(tensor, name, number(name))
         real_float = tensor.__float__
         self.set(
-            tensor, "__float__", lambda t: float(values.read(t)) if (value := known(t)) is None else real_float(value)
+            tensor, "__float__", lambda t: values.number(t) if (value := known(t)) is None else real_float(value)
         )
         for name, answer in (("isnan", False), ("isinf", False), ("isfinite", True)):
             self.set(math, name, _finite(getattr(math, name), answer))
