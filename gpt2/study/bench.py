@@ -33,6 +33,7 @@ from gpt2.step import Recipe, Training, unwatched
 from gpt2.study import paths, results
 from gpt2.study.experiments import EXPERIMENTS
 from gpt2.study.fit import largest
+from gpt2.study.words import parser
 
 GPU, RELEASE = "H200", "2.11.0"  # of the recording
 RECORDING = "measured/h200/traces/base.json.gz"
@@ -184,8 +185,9 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Measure, print, save results/bench-step.csv and results/bench.csv."""
+    parser("bench", __doc__).parse_args(words)
     recipe = EXPERIMENTS["base"].recipe
     where = results.provenance("measured", gpu="none: processor time of this machine", config={"cores": os.cpu_count()},
                                recording=RECORDING)

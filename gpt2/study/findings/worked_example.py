@@ -20,6 +20,7 @@ from gpt2.study import paths, results, runs, tables
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
 from gpt2.study.fit import largest
 from gpt2.study.tables import Shown
+from gpt2.study.words import parser
 
 GB = 10**9  # the article counts in decimal GB
 GIB = 2**30
@@ -237,7 +238,9 @@ def _cell(row: pd.Series) -> str:
     return f"fits, {size:.1f}" if row["fits"] else f"no, out of memory in {row['fails_phase']}"
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
+    """Predict the verdicts and write their table."""
+    parser("findings.worked_example", __doc__).parse_args(words)
     facts = results.provenance("predicted", gpu=", ".join(CARDS), torch=RELEASE, seed=0,
                                config={"model": "1.3B", "length": 2048, "precision": "bf16"})
     table = results.save_table(verdict_rows(), results.table_path("predicted", "08-verdicts", "80gb"), facts)

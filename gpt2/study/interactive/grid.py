@@ -17,6 +17,7 @@ from gpt2.study import paths, results
 from gpt2.study.interactive import calculator
 from gpt2.study.interactive.closed_form import Setting
 from gpt2.study.runs import slug
+from gpt2.study.words import parser
 
 NAME = "10-calculator-grid"
 BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 48, 64)  # sequences
@@ -29,8 +30,9 @@ FAMILIES = (  # every one of them on every card
 BEYOND = 3  # batches that do not fit, kept of each family
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     """Predict and save every table; a line for each."""
+    parser("interactive.grid", __doc__).parse_args(words)
     for gpu in gpus.names():
         table = save(gpu)
         print(f"{paths.shorten(path(gpu))}: {len(table)} predictions", flush=True)

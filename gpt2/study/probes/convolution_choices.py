@@ -19,6 +19,7 @@ from gpt2.memory.kernels.convolution_choices import IN_NETS, OBSERVED, PASSES, p
 from gpt2.memory.kernels.convolution_engines import NOTHING, Engine, Shape, engine, workspace
 from gpt2.study import paths
 from gpt2.study.probes.convolution_tags import SHAPE, chosen
+from gpt2.study.words import parser
 
 RECORDED = "measured/h200/convolution-probes.csv.gz"
 NETS = "measured/h200/convolution-nets.csv.gz"
@@ -85,8 +86,9 @@ def _kind(asked: Shape) -> tuple:
     return asked.which, asked.element_bytes, asked.channels_last, asked.groups == 1
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Write the tables."""
+    parser("probes.convolution_choices", __doc__).parse_args(words)
     facts, lines = unpacked(paths.find(RECORDED))
     lines = list(choices(lines))
     written = paths.write(OBSERVED, packed((*SHAPE, *PASSES), lines, facts))

@@ -16,6 +16,7 @@ from gpt2.memory.trace import Event, Trace
 from gpt2.study import paths
 from gpt2.study.experiments import EXPERIMENTS, Experiment, predict
 from gpt2.study.probes.convolution_choices import FIELDS, NETS, OTHER_FIELDS, packed
+from gpt2.study.words import parser
 
 GPU, RELEASE = "H200", "2.11.0"
 TRACES = "measured/h200/traces"
@@ -109,8 +110,9 @@ def passes(name: str) -> dict[Shape, int]:
     return Alignment(recorded, *marked(EXPERIMENTS[name])).taken()
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Write the passes of all recordings, each shape once."""
+    parser("probes.convolution_nets", __doc__).parse_args(words)
     lines: dict[Shape, dict] = {}
     for name in recordings():
         for shape, size in passes(name).items():

@@ -22,6 +22,7 @@ from gpt2.study.probes.convolution_rows import configurations
 from gpt2.study.probes.convolution_tags import COLUMNS, SHAPE, reduced
 from gpt2.study.probes.runs import provenance, run
 from gpt2.study.runs import slug
+from gpt2.study.words import no_gpu, parser
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SECONDS = 300  # the likeliest come first
@@ -55,20 +56,27 @@ def recorded(place: Path, facts: dict) -> list[dict]:
     return lines if same else []
 
 
-def main(path: str = "", seconds: str = str(SECONDS)) -> None:
-    """Record what these seconds allow, beside what an earlier run has recorded. `path`: another file to write."""
+def main(words: list[str] | None = None) -> int:
+    """Record what these seconds allow, beside what an earlier run has recorded."""
+    options = parser("probes.convolutions", __doc__)
+    options.add_argument("file", nargs="?", default="", help="another file to write")
+    options.add_argument("seconds", nargs="?", type=float, default=SECONDS, help="none is begun later (%(default)s)")
+    asked = options.parse_args(words)
+    if no_gpu():
+        return 2
     torch.cuda.init()
     folder = paths.results_of("measured", slug(torch.cuda.get_device_name()))
-    place = Path(path) if path else folder / "convolution-probes.csv.gz"
+    place = Path(asked.file) if asked.file else folder / "convolution-probes.csv.gz"
     facts = provenance() | {"command": "python -m gpt2.study.probes.convolutions"}
     lines = recorded(place, facts)
     done = {tuple(line[name] for name in SHAPE) for line in lines}
     missing = [row for row in configurations() if tuple(str(row[name]) for name in SHAPE) not in done]
-    rows = run(missing, passes, time.time() + float(seconds), warm=True)
+    rows = run(missing, passes, time.time() + asked.seconds, warm=True)
     lines += [reduced(row) for row in rows if "error" not in row]
     paths.write(place, packed(COLUMNS, lines, facts))
     print(f"{len(rows)} of {len(missing)} convolutions recorded, {len(lines)} in {paths.shorten(place)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpt2.study.words import no_gpu, parser
+
 
 def _history(function: Callable) -> list[tuple[str, int]]:
     """(+ or -, bytes) of every allocation and free while `function` runs."""
@@ -348,8 +350,13 @@ def _multi_head():
     return (lambda x: m(x, x, x, need_weights=False)[0]), (rand(8, 128, 512),)
 
 
-def main(path: str) -> None:
+def main(words: list[str] | None = None) -> int:
     """Run every probe and write a JSON document {probe: {"first forward": [["+", bytes], ...], ...}}."""
+    options = parser("probes.kernels", __doc__)
+    options.add_argument("file", help="where to write the JSON document")
+    path = options.parse_args(words).file
+    if no_gpu():
+        return 2
     results: dict = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -365,7 +372,8 @@ def main(path: str) -> None:
         torch.cuda.empty_cache()
     with open(path, "w", encoding="utf-8") as file:
         json.dump(results, file, separators=(",", ":"))
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    sys.exit(main())

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
+from gpt2.study.words import no_gpu, parser
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS = ("LSTM", "GRU", "RNN")
 SMALL = {"T": 20, "B": 8, "I": 64, "H": 96, "L": 1, "D": 1, "dtype": "fp32"}
@@ -149,8 +151,13 @@ def probe(row: dict) -> dict:
         return row | {name: _history(function) for name, function in passes(row)}
 
 
-def main(path: str) -> None:
+def main(words: list[str] | None = None) -> int:
     """Write {"gpu": ..., "rows": [...]} as compressed JSON."""
+    options = parser("probes.recurrent", __doc__)
+    options.add_argument("file", help="where to write the rows: *.json.gz")
+    path = options.parse_args(words).file
+    if no_gpu():
+        return 2
     torch.cuda.init()
     document = {
         "gpu": torch.cuda.get_device_name(),
@@ -163,7 +170,8 @@ def main(path: str) -> None:
     with open(path, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
         packed.write(json.dumps(document, separators=(",", ":")).encode())
     print(f"{len(document['rows'])} recurrent nets")
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())

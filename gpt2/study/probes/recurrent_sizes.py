@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpt2.memory.kernels.recurrent_sizes import SMALL, STANDARD, STATIC, Net, reserve, workspace
+from gpt2.study.words import no_gpu, parser
 
 ALGORITHMS = {STANDARD: 0, STATIC: 1, SMALL: 3}  # cudnnRNNAlgo_t
 CELLS = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
@@ -116,16 +117,22 @@ def rule(net: Net, algorithm: str) -> list[int]:
     return [workspace(net, algorithm, True), workspace(net, algorithm, False), reserve(net), net.weights()]
 
 
-def main(path: str, seed: str = "7") -> None:
+def main(words: list[str] | None = None) -> int:
     """Ask; print how many answers the rules give; write the first of them as a compressed table."""
+    options = parser("probes.recurrent_sizes", __doc__)
+    options.add_argument("file", help="where to write the table: *.csv.gz")
+    options.add_argument("seed", nargs="?", type=int, default=7, help="of the random nets (%(default)s)")
+    asked = options.parse_args(words)
+    if no_gpu():
+        return 2
     library = Library()
     facts = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
-    facts |= {"cudnn": torch.backends.cudnn.version(), "date": time.strftime("%Y-%m-%d"), "seed": seed}
+    facts |= {"cudnn": torch.backends.cudnn.version(), "date": time.strftime("%Y-%m-%d"), "seed": asked.seed}
     table = io.StringIO()
     table.writelines(f"# {key}: {value}\n" for key, value in facts.items())
     table.write(",".join(COLUMNS) + "\n")
     equal = refused = 0
-    for index, question in enumerate(questions(ASKED, int(seed))):
+    for index, question in enumerate(questions(ASKED, asked.seed)):
         try:
             answer = library.sizes(question)
         except RuntimeError as error:
@@ -138,9 +145,10 @@ def main(path: str, seed: str = "7") -> None:
             row = [int(v) if isinstance(v, bool) else v for v in (*values, question.algorithm, *answer)]
             table.write(",".join(map(str, row)) + "\n")
     print(f"{equal} of {ASKED - refused} answers by the rules, {refused} refused")
-    with open(path, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
+    with open(asked.file, "wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as packed:
         packed.write(table.getvalue().encode())
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main())
