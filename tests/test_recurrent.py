@@ -68,7 +68,7 @@ def test_allocations_of_whole_calls_are_those_of_the_card(kind, monkeypatch):
             signs = {"alloc": 1, "free": -1}
             return [signs[e.action] * e.requested_bytes for e in card.events[start:] if e.action in signs]
 
-        monkeypatch.setattr(recurrent, "_history", history)
+        monkeypatch.setattr(recurrent.runs, "history", history)
         for row in ROWS:
             if row["kind"] == kind:
                 net = {key: value for key, value in row.items() if key not in PASSES}

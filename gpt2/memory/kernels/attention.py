@@ -89,8 +89,7 @@ def flash_backward(tracker, func, args, kwargs):
     B, H, S, K = query.shape
     with Temporaries(tracker.card, "flash attention backward") as temporaries:
         for tensor in (grad, output):  # as [B, S, H, K]
-            if not tensor.transpose(1, 2).is_contiguous():
-                temporaries.take(tensor.numel() * tensor.element_size())
+            temporaries.contiguous(tensor.transpose(1, 2))
         out = tracker.outputs(shapes.call(func, args, kwargs))
         rows = _up(S, 128)
         temporaries.take(B * H * rows * 4)
@@ -133,8 +132,7 @@ def efficient_backward(tracker, func, args, kwargs):
     grad, query, key, value = args[:4]
     B, H, S, K = query.shape
     with Temporaries(tracker.card, "efficient attention backward") as temporaries:
-        if not grad.transpose(1, 2).is_contiguous():
-            temporaries.take(grad.numel() * grad.element_size())
+        temporaries.contiguous(grad.transpose(1, 2))
         out = tracker.outputs(shapes.call(func, args, kwargs))
         delta = B * H * S * 4
         if query.element_size() == 4:

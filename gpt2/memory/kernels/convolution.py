@@ -31,11 +31,6 @@ def _layout(source: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def _copied(temporaries: Temporaries, tensor: torch.Tensor, layout: torch.memory_format) -> int:
-    """A copy of `tensor` in this layout if it has another."""
-    return 0 if tensor.is_contiguous(memory_format=layout) else temporaries.take(tensor.numel() * tensor.element_size())
-
-
 def _pair(sizes) -> tuple[int, int]:
     """Two sizes; for an image of one dimension, with a height of 1 before them. A single stride counts for both."""
     sizes = tuple(sizes)
@@ -84,12 +79,12 @@ def forward(tracker, func, args, kwargs):
     if layout is torch.contiguous_format and depthwise.native(source, weight, args[3:]):
         return depthwise.forward(tracker, func, args, kwargs)
     with Temporaries(tracker.card, WORKSPACE) as temporaries:
-        _copied(temporaries, source, layout)
+        temporaries.contiguous(source, layout)
         out = shapes.call(func, args, kwargs)
         if layout is not torch.contiguous_format:  # the meta kernel does not know the card's layout
             out = out.to(memory_format=layout)
         tracker.outputs(out)
-        _copied(temporaries, weight, layout)
+        temporaries.contiguous(weight, layout)
         temporaries.take(workspace_bytes(FORWARD, source, weight, out, stride, transposed, groups))
     return out
 
@@ -109,13 +104,13 @@ def backward(tracker, func, args, kwargs):
     out = shapes.call(func, args, kwargs)
     last = out[1] if out[1] is not None else out[0]
     with Temporaries(tracker.card, WORKSPACE) as temporaries:
-        source_copy = _copied(temporaries, source, layout)
-        grad_copy = _copied(temporaries, grad, layout)
+        source_copy = temporaries.contiguous(source, layout)
+        grad_copy = temporaries.contiguous(grad, layout)
         for which, gradient in zip((INPUT, WEIGHT), out, strict=False):
             if gradient is None:
                 continue
             tracker.outputs(gradient)
-            weight_copy = _copied(temporaries, weight, layout) if which == INPUT else 0
+            weight_copy = temporaries.contiguous(weight, layout) if which == INPUT else 0
             size = workspace_bytes(which, source, weight, grad, stride, transposed, groups)
             workspace_at = temporaries.take(size)
             if gradient is last:

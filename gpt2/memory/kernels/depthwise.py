@@ -45,7 +45,7 @@ def forward(tracker, func, args, kwargs) -> torch.Tensor:
     source, weight = args[:2]
     with Temporaries(tracker.card, "depthwise convolution: contiguous copies") as temporaries:
         for tensor in (source, weight):
-            _copied(temporaries, tensor)
+            temporaries.contiguous(tensor)
         out = shapes.call(func, args, kwargs)
         tracker.outputs(out)
     return out
@@ -57,21 +57,16 @@ def backward(tracker, func, args, kwargs) -> tuple:
     out = shapes.call(func, args, kwargs)
     with Temporaries(tracker.card, "depthwise convolution: contiguous copies") as outer:
         if source.dim() == 3:
-            _copied(outer, source)
+            outer.contiguous(source)
         with Temporaries(tracker.card, "depthwise convolution: contiguous copies") as temporaries:
-            _copied(temporaries, grad)
+            temporaries.contiguous(grad)
             for gradient, operand in ((out[1], source), (out[0], weight)):
                 if gradient is None:
                     continue
-                copy = 0 if operand is source and source.dim() == 3 else _copied(temporaries, operand)
+                copy = 0 if operand is source and source.dim() == 3 else temporaries.contiguous(operand)
                 tracker.outputs(gradient)
                 temporaries.give(copy)
         if out[2] is not None:
             tracker.outputs(out[2])
             reduction_scratch(tracker.card, grad, [0, *range(2, grad.dim())])
     return out
-
-
-def _copied(temporaries: Temporaries, tensor: torch.Tensor) -> int:
-    """A contiguous copy where the tensor is none."""
-    return 0 if tensor.is_contiguous() else temporaries.take(tensor.numel() * tensor.element_size())

@@ -20,8 +20,7 @@ def embedding(tracker, func, args, kwargs):
     """Indices that are not contiguous are copied first. Embedding.cpp: index_select(indices.reshape(-1))."""
     indices = args[1]
     with Temporaries(tracker.card, "embedding: contiguous indices") as temporaries:
-        if not indices.is_contiguous():
-            temporaries.take(indices.numel() * indices.element_size())
+        temporaries.contiguous(indices)
         return tracker.outputs(shapes.call(func, args, kwargs))
 
 
@@ -50,10 +49,8 @@ def embedding_backward(tracker, func, args, kwargs):
     size = indices.element_size()
     with Temporaries(card, "embedding backward: sort") as temporaries:
         take, give = temporaries.take, temporaries.give
-        if not indices.is_contiguous():
-            take(size * n)
-        if not grad.is_contiguous():
-            take(grad.numel() * grad.element_size())
+        temporaries.contiguous(indices)
+        temporaries.contiguous(grad)
         if n <= EMBEDDING_SORT_FROM and not by_frequency:
             return tracker.outputs(shapes.call(func, args, kwargs))
         take(size * n)  # sorted indices

@@ -32,8 +32,7 @@ def _true(tracker, mask) -> int | None:
 def _nonzero(card, mask, count: int, temporaries) -> int:
     """Address of the positions of `count` elements. cuda/Nonzero.cu: CUB counts them, then selects them."""
     take, give = temporaries.take, temporaries.give
-    if not mask.is_contiguous():
-        take(mask.numel() * mask.element_size())
+    temporaries.contiguous(mask)
     found = take(4)
     give(take(cub.total(mask.numel(), card.gpu)))
     card.wait_for_stream()  # the host reads how many
@@ -52,8 +51,7 @@ def nonzero(tracker, func, args, kwargs):
         raise values.branch("torch.nonzero")
     with Temporaries(card, "nonzero") as temporaries:
         take, give = temporaries.take, temporaries.give
-        if not mask.is_contiguous():
-            take(mask.numel() * mask.element_size())
+        temporaries.contiguous(mask)
         take(4)
         give(take(cub.total(mask.numel(), card.gpu)))
         card.wait_for_stream()
@@ -172,8 +170,7 @@ def _sort(tracker, target, chosen, new, temporaries) -> list:
                 give(stepped)
             else:
                 linear = stepped
-    if not new.is_contiguous():
-        take(new.numel() * new.element_size())
+    temporaries.contiguous(new)
     for _ in range(3):  # sorted, where they came from, counting
         take(8 * n)
     give(take(cub.radix_sort(n, card.gpu.capability, bits=_key_bits(target, found))))

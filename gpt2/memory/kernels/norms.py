@@ -43,18 +43,11 @@ def weight_gradients(tracker, gradients, rows: int, columns: int) -> None:
             temporaries.give(old)
 
 
-def contiguous(temporaries: Temporaries, *tensors) -> None:
-    """A copy of every tensor that is not contiguous."""
-    for tensor in tensors:
-        if not tensor.is_contiguous():
-            temporaries.take(tensor.numel() * tensor.element_size())
-
-
 @rule(aten.native_layer_norm.default)
 def layer_norm(tracker, func, args, kwargs):
     """Output, mean and rstd of a contiguous input. layer_norm_kernel.cu, layer_norm_cuda."""
     with Temporaries(tracker.card, "layer norm: contiguous input") as temporaries:
-        contiguous(temporaries, args[0])
+        temporaries.contiguous(args[0])
         return tracker.outputs(shapes.call(func, args, kwargs))
 
 
@@ -70,11 +63,11 @@ def layer_norm_backward(tracker, func, args, kwargs):
     if out[0] is not None and not out[0].is_contiguous():  # the meta kernel follows the gradient's layout
         out = (torch.empty_like(out[0], memory_format=torch.contiguous_format), *out[1:])
     with Temporaries(tracker.card, "layer norm backward: contiguous input") as temporaries:
-        contiguous(temporaries, source)
+        temporaries.contiguous(source)
         tracker.outputs(out[0])
         if weight is not None:
             weight_gradients(tracker, out[1:], grad.numel() // columns, columns)
-        contiguous(temporaries, grad)
+        temporaries.contiguous(grad)
     return out
 
 

@@ -42,6 +42,12 @@ class Temporaries:
             self.held.append(address)
         return address
 
+    def contiguous(self, tensor, layout: torch.memory_format = torch.contiguous_format) -> int:
+        """A copy of `tensor` in this layout, if it has another; its address (0 for none)."""
+        if tensor.is_contiguous(memory_format=layout):
+            return 0
+        return self.take(tensor.numel() * tensor.element_size())
+
     def give(self, address: int) -> None:
         """Free one of them now."""
         if address:
@@ -147,10 +153,8 @@ def reduction_scratch(card, source, dims, **kernel) -> None:
 def softmax(tracker, func, args, kwargs):
     """An input that is not contiguous is copied after the output is made. SoftMax.cu, host_softmax."""
     out = tracker.outputs(shapes.call(func, args, kwargs))
-    source = args[0]
-    if not source.is_contiguous():
-        with Temporaries(tracker.card, "softmax: contiguous input") as temporaries:
-            temporaries.take(source.numel() * source.element_size())
+    with Temporaries(tracker.card, "softmax: contiguous input") as temporaries:
+        temporaries.contiguous(args[0])
     return out
 
 
@@ -170,8 +174,7 @@ def log_softmax_backward(tracker, func, args, kwargs):
     out = tracker.outputs(shapes.call(func, args, kwargs))
     with Temporaries(tracker.card, "log-softmax backward: contiguous input") as temporaries:
         for tensor in args[:2]:
-            if not tensor.is_contiguous():
-                temporaries.take(tensor.numel() * tensor.element_size())
+            temporaries.contiguous(tensor)
     return out
 
 

@@ -67,8 +67,7 @@ def topk(tracker, func, args, kwargs):
     out = tracker.outputs(shapes.call(func, args, kwargs))
     count, length = _slices(source, dim)
     with Temporaries(card, "top-k") as temporaries:
-        if not source.is_contiguous():
-            temporaries.take(source.numel() * source.element_size())
+        temporaries.contiguous(source)
         if _many_blocks(count, length):
             resident = 65_536 // (40 * 256)  # blocks of 256 threads with 40 registers that fit an SM
             items = math.ceil(source.numel() / (card.gpu.sms * resident * 256))

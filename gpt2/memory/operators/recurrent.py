@@ -204,8 +204,8 @@ def pack(tracker, func, args, kwargs):
     with Temporaries(tracker.card, "packed sequence: steps") as temporaries:
         for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
             steps = x_TBI[start:end, : len(ends) - 1 - i]
-            if end > start and not steps.is_contiguous():
-                temporaries.take(steps.numel() * steps.element_size())
+            if end > start:
+                temporaries.contiguous(steps)
         return tracker.outputs(shapes.call(func, args, kwargs))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpt2.study.others.subjects import Subject
+from gpt2.study.others.subjects import Subject, classify, classify_pixels, from_transformers
 
 
 def _tokens(batch: int, length: int, vocabulary: int = 30_000) -> torch.Tensor:
@@ -28,12 +28,6 @@ def _labels(batch: int) -> torch.Tensor:
 
 def _hugging_face(name: str, model: str, config: str, data: Callable, **options) -> Subject:
     """A model of `transformers`: `data(batch)` is a dict of its forward's arguments."""
-
-    def build():
-        import transformers
-
-        return getattr(transformers, model)(getattr(transformers, config)(**options))
-
     names: list[str] = []
 
     def tensors(batch: int):
@@ -41,6 +35,7 @@ def _hugging_face(name: str, model: str, config: str, data: Callable, **options)
         names[:] = made
         return tuple(made.values())
 
+    build = from_transformers(model, config, **options)
     return Subject(name, build, tensors, lambda net, data: net(**dict(zip(names, data, strict=True))).loss)
 
 
@@ -148,10 +143,6 @@ def _square(model, data):
     return model(data[0]).float().pow(2).mean()
 
 
-def _class(model, data):
-    return F.cross_entropy(model(data[0]), data[1])
-
-
 def _masked(batch: int) -> dict:
     return _text()(batch) | {"attention_mask": torch.ones(batch, 256, dtype=torch.long)}
 
@@ -202,13 +193,13 @@ NEWCOMERS = {
                 lambda batch: (_tokens(2 * batch, 70, 20_000),), _next_word),
         Subject("word-gru", lambda: Tagger(nn.GRU, 20_000, 256, 384, bidirectional=True),
                 lambda batch: (_tokens(4 * batch, 120, 20_000),), _next_word),
-        Subject("vgg", _vgg, lambda batch: (_images(batch), _labels(batch)), _class),
+        Subject("vgg", _vgg, lambda batch: (_images(batch), _labels(batch)), classify),
         Subject("dcgan", _gan, lambda batch: (torch.randn(4 * batch, 100, 1, 1),), _square),
         Subject("autoencoder", _autoencoder, lambda batch: (_images(4 * batch, 128),), _square),
         Subject("deep-unet", DeepUNet, lambda batch: (_images(batch, 128),), _square),
         Subject("resnet50-last", lambda: _channels_last(), lambda batch: (
             _images(2 * batch).to(memory_format=torch.channels_last), _labels(2 * batch)),
-            lambda net, data: net(pixel_values=data[0], labels=data[1]).loss),
+            classify_pixels),
     )
 }
 

@@ -6,36 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from gpt2.study.others.subjects import Subject
-
-
-def _tokens(vocabulary: int, length: int):
-    return lambda batch: (torch.randint(0, vocabulary, (batch, length)),)
-
-
-def _images(side: int, classes: int):
-    return lambda batch: (torch.randn(batch, 3, side, side), torch.randint(0, classes, (batch,)))
-
-
-def _transformers(model: str, config: str, **options):
-    def build():
-        import transformers
-
-        return getattr(transformers, model)(getattr(transformers, config)(**options))
-
-    return build
-
-
-def _causal(model, data):
-    return model(input_ids=data[0], labels=data[0]).loss
+from gpt2.study.others.subjects import Subject, causal, classify_pixels, from_transformers, images, tokens
 
 
 def _sequence_class(model, data):
     return model(input_ids=data[0], attention_mask=torch.ones_like(data[0]), labels=data[0][:, 0] % 2).loss
-
-
-def _pixels(model, data):
-    return model(pixel_values=data[0], labels=data[1]).loss
 
 
 class NanoGpt(nn.Module):
@@ -125,16 +100,16 @@ STRANGERS = {
     for s in (
         Subject(
             "t5",
-            _transformers("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0, pad_token_id=0),
-            _tokens(32_128, 256),
-            _causal,
+            from_transformers("T5ForConditionalGeneration", "T5Config", decoder_start_token_id=0, pad_token_id=0),
+            tokens(32_128, 256),
+            causal,
         ),
         Subject(
-            "opt", _transformers("OPTForCausalLM", "OPTConfig", num_hidden_layers=8), _tokens(50_272, 512), _causal
+            "opt", from_transformers("OPTForCausalLM", "OPTConfig", num_hidden_layers=8), tokens(50_272, 512), causal
         ),
         Subject(
             "qwen2",
-            _transformers(
+            from_transformers(
                 "Qwen2ForCausalLM",
                 "Qwen2Config",
                 vocab_size=32_000,
@@ -144,12 +119,12 @@ STRANGERS = {
                 num_attention_heads=14,
                 num_key_value_heads=2,
             ),
-            _tokens(32_000, 512),
-            _causal,
+            tokens(32_000, 512),
+            causal,
         ),
         Subject(
             "neox",
-            _transformers(
+            from_transformers(
                 "GPTNeoXForCausalLM",
                 "GPTNeoXConfig",
                 hidden_size=768,
@@ -157,29 +132,29 @@ STRANGERS = {
                 num_attention_heads=12,
                 intermediate_size=3072,
             ),
-            _tokens(50_432, 512),
-            _causal,
+            tokens(50_432, 512),
+            causal,
         ),
         Subject(
             "distilbert",
-            _transformers("DistilBertForSequenceClassification", "DistilBertConfig"),
-            _tokens(30_522, 256),
+            from_transformers("DistilBertForSequenceClassification", "DistilBertConfig"),
+            tokens(30_522, 256),
             _sequence_class,
         ),
         Subject(
             "swin",
-            _transformers("SwinForImageClassification", "SwinConfig", num_labels=1000),
-            _images(224, 1000),
-            _pixels,
+            from_transformers("SwinForImageClassification", "SwinConfig", num_labels=1000),
+            images(224, 1000),
+            classify_pixels,
         ),
         Subject(
             "convnext",
-            _transformers("ConvNextForImageClassification", "ConvNextConfig", num_labels=1000),
-            _images(224, 1000),
-            _pixels,
+            from_transformers("ConvNextForImageClassification", "ConvNextConfig", num_labels=1000),
+            images(224, 1000),
+            classify_pixels,
         ),
-        Subject("nanogpt", NanoGpt, _tokens(50_304, 512), _next_token),
-        Subject("unet", UNet, _images(64, 10), _denoise),
-        Subject("translator", Translator, _tokens(16_000, 128), _next_token),
+        Subject("nanogpt", NanoGpt, tokens(50_304, 512), _next_token),
+        Subject("unet", UNet, images(64, 10), _denoise),
+        Subject("translator", Translator, tokens(16_000, 128), _next_token),
     )
 }

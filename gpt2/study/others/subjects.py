@@ -23,49 +23,29 @@ class Subject:
     loss: Callable[[nn.Module, tuple[torch.Tensor, ...]], torch.Tensor]
 
 
-def _tokens(vocabulary: int, length: int):
+def tokens(vocabulary: int, length: int):
+    """`data` of random words."""
     return lambda batch: (torch.randint(0, vocabulary, (batch, length)),)
 
 
-def _causal(model, data):
+def causal(model, data):
+    """`loss` of a language model of `transformers`."""
     return model(input_ids=data[0], labels=data[0]).loss
 
 
-def _hf_gpt2():
-    from transformers import GPT2Config, GPT2LMHeadModel
+def from_transformers(model: str, config: str, **options):
+    """`build` of a model of `transformers`, which is imported only then."""
 
-    return GPT2LMHeadModel(GPT2Config())
+    def build():
+        import transformers
 
+        return getattr(transformers, model)(getattr(transformers, config)(**options))
 
-def _hf_llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=32_000,
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=12,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            max_position_embeddings=2048,
-        )
-    )
+    return build
 
 
-def _hf_bert():
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig())
-
-
-def _hf_vit():
-    from transformers import ViTConfig, ViTForImageClassification
-
-    return ViTForImageClassification(ViTConfig(num_labels=1000))
-
-
-def _images(side: int, classes: int):
+def images(side: int, classes: int):
+    """`data` of random pictures and labels."""
     return lambda batch: (torch.randn(batch, 3, side, side), torch.randint(0, classes, (batch,)))
 
 
@@ -179,11 +159,13 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embedding(tokens))[0])
 
 
-def _classify(model, data):
+def classify(model, data):
+    """`loss` of a classifier."""
     return F.cross_entropy(model(data[0]), data[1])
 
 
-def _hf_classify(model, data):
+def classify_pixels(model, data):
+    """`loss` of an image classifier of `transformers`."""
     return model(pixel_values=data[0], labels=data[1]).loss
 
 
@@ -195,15 +177,35 @@ def _next_token(model, data):
 SUBJECTS = {
     s.name: s
     for s in (
-        Subject("hf-gpt2", _hf_gpt2, _tokens(50_257, 512), _causal),
-        Subject("hf-llama", _hf_llama, _tokens(32_000, 1024), _causal),
-        Subject("hf-bert", _hf_bert, _tokens(30_522, 512), _causal),
-        Subject("hf-vit", _hf_vit, _images(224, 1000), _hf_classify),
-        Subject("resnet18", ResNet18, _images(224, 1000), _classify),
-        Subject("small-cnn", SmallCnn, _images(64, 10), _classify),
-        Subject("mlp", Mlp, lambda batch: (torch.randn(batch, 784), torch.randint(0, 10, (batch,))), _classify),
-        Subject("torch-transformer", TorchTransformer, _tokens(10_000, 256), _next_token),
-        Subject("lstm", Recurrent, _tokens(10_000, 128), _next_token),
+        Subject("hf-gpt2", from_transformers("GPT2LMHeadModel", "GPT2Config"), tokens(50_257, 512), causal),
+        Subject(
+            "hf-llama",
+            from_transformers(
+                "LlamaForCausalLM",
+                "LlamaConfig",
+                vocab_size=32_000,
+                hidden_size=1024,
+                intermediate_size=2816,
+                num_hidden_layers=12,
+                num_attention_heads=16,
+                num_key_value_heads=4,
+                max_position_embeddings=2048,
+            ),
+            tokens(32_000, 1024),
+            causal,
+        ),
+        Subject("hf-bert", from_transformers("BertForMaskedLM", "BertConfig"), tokens(30_522, 512), causal),
+        Subject(
+            "hf-vit",
+            from_transformers("ViTForImageClassification", "ViTConfig", num_labels=1000),
+            images(224, 1000),
+            classify_pixels,
+        ),
+        Subject("resnet18", ResNet18, images(224, 1000), classify),
+        Subject("small-cnn", SmallCnn, images(64, 10), classify),
+        Subject("mlp", Mlp, lambda batch: (torch.randn(batch, 784), torch.randint(0, 10, (batch,))), classify),
+        Subject("torch-transformer", TorchTransformer, tokens(10_000, 256), _next_token),
+        Subject("lstm", Recurrent, tokens(10_000, 128), _next_token),
     )
 }
 

@@ -15,21 +15,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from gpt2.study.probes import runs
 from gpt2.study.words import no_gpu, parser
 
 
 def _history(function: Callable) -> list[tuple[str, int]]:
     """(+ or -, bytes) of every allocation and free while `function` runs."""
-    torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
-    try:
-        function()
-    finally:
-        trace = torch.cuda.memory._snapshot()["device_traces"][0]
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return [
-        ("+" if e["action"] == "alloc" else "-", e["size"]) for e in trace if e["action"] in ("alloc", "free_requested")
-    ]
+    return [("+" if size > 0 else "-", abs(size)) for size in runs.history(function)]
 
 
 def _run(function: Callable, inputs: tuple):

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.utils import rnn
 
+from gpt2.study.probes import runs
 from gpt2.study.words import no_gpu, parser
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -131,24 +132,11 @@ def passes(row: dict) -> Iterator[tuple[str, Callable]]:
     yield "evaluation", evaluate
 
 
-def _history(function: Callable) -> list[int]:
-    """Bytes of every allocation, and of every free with a minus, while `function` runs."""
-    torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=10_000, context=None)
-    try:
-        function()
-    finally:
-        events = torch.cuda.memory._snapshot()["device_traces"][0]
-        torch.cuda.memory._record_memory_history(enabled=None)
-    signs = {"alloc": 1, "free_requested": -1}
-    return [signs[e["action"]] * e["size"] for e in events if e["action"] in signs]
-
-
 def probe(row: dict) -> dict:
     """The row with the history of each pass."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # weights that are not one chunk; lower precision
-        return row | {name: _history(function) for name, function in passes(row)}
+        return row | {name: runs.history(function) for name, function in passes(row)}
 
 
 def main(words: list[str] | None = None) -> int:

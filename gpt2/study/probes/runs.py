@@ -31,7 +31,7 @@ def provenance() -> dict:
 def history(function: Callable) -> list[int]:
     """Bytes that a call allocates (positive) and frees (negative), in order."""
     torch.cuda.synchronize()
-    torch.cuda.memory._record_memory_history(max_entries=10_000, context=None)
+    torch.cuda.memory._record_memory_history(max_entries=100_000, context=None)
     try:
         function()
     finally:
