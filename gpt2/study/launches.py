@@ -67,8 +67,3 @@ def adamw_kernels(sizes: Sequence[int], implementation: str) -> int:
 def adamw_bytes_per_parameter(implementation: str) -> int:
     """Bytes read and written per parameter by one update, if no cache helps."""
     return FP32 * sum(step.reads + step.writes for step in PASSES[implementation])
-
-
-def clip_passes() -> tuple[Pass, ...]:
-    """What clipping does to every element: one read for the norm, one read and one write for the scaling."""
-    return (Pass("norm", 1, 1, 0), Pass("gradient ×= factor", 1, 1, 1))

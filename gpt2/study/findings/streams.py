@@ -78,12 +78,6 @@ def lines(recipe: str, folder: str = HOME) -> Shown:
     return recorded.shown(rows, f"Lines of a step, {TIMED[recipe].describe()}: medians", source)
 
 
-def ahead_ms(recipe: str, folder: str = HOME) -> float:
-    """How long after Python the device ends a step that began with an empty queue."""
-    last = recorded.of("05-host-lines", folder, recipe=recipe, synchronised=False).iloc[-1]
-    return float(last["device_ms"] - last["host_ms"])
-
-
 @cache
 def habits_counted() -> pd.DataFrame:
     """Syncs of one step with each habit, counted now on a simulated card: habit, sync_count."""
